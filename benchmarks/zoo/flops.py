@@ -7,7 +7,8 @@ recomputation. Dead code is removed first, as a compiler does.
 
 Matrix products and convolutions are counted separately, at two operations per multiply-add. Moving data costs
 nothing, a reduction one operation per element read, and any other operation one per element written. Fourier
-transforms, sorting and factorizations of matrices have the usual counts (Golub & Van Loan, 2013).
+transforms, sorting and factorizations of matrices have the usual counts (Golub & Van Loan, 2013). Random bits
+take the operations of Threefry-2x32, JAX's default generator.
 
 Limits: a while loop counts `n` times only if it counts up to a constant `n`; other while loops count once,
 and `n_unknown_loops` is their number. A `cond` counts as its most expensive branch.
@@ -96,6 +97,8 @@ def of_equation(eqn: Any) -> Flops:
         return Flops(0, eqn.invars[2].aval.size)  # operand, indices, updates
     if name in ("fft", "sort"):
         return _of_transform(eqn)
+    if name == "random_bits":
+        return Flops(0, _THREEFRY * eqn.outvars[0].aval.size * eqn.params["bit_width"] // 32)
     if name in _FACTORIZATIONS:
         *batch, m, n = eqn.invars[0].aval.shape
         return Flops(0, int(math.prod(batch) * _FACTORIZATIONS[name] * max(m, n) * min(m, n) ** 2))
@@ -103,6 +106,10 @@ def of_equation(eqn: Any) -> Flops:
         return Flops(0, eqn.invars[0].aval.shape[-1] * eqn.outvars[0].aval.size)
     return Flops(0, max((v.aval.size for v in eqn.outvars), default=0))
 
+
+_THREEFRY = (
+    55  # operations per 32-bit word: for two words 20 rounds of 5, and ten additions of the key
+)
 
 # Operations of a factorization of an m x n matrix, as a multiple of max(m, n) min(m, n)^2.
 _FACTORIZATIONS = {

@@ -187,3 +187,13 @@ def test_recomputation_is_counted(checkpoint) -> None:
 def test_cheap_operations_count_in_the_total_only() -> None:
     counted = flops.count(lambda x: jnp.sum(jnp.sin(x.T.reshape(-1)) * 2.0), shape(3, 5))
     assert counted == flops.Flops(0, 15 + 15 + 15)
+
+
+def test_random_bits_count_as_operations_of_their_generator() -> None:
+    def bits(key, dtype=jnp.uint32):
+        return jax.random.bits(key, (1000,), dtype)
+
+    # For two words: 20 rounds of an addition, a rotation (two shifts and an or) and an exclusive or, and ten
+    # additions of the key.
+    assert flops.count(bits, jax.random.key(0)) == flops.Flops(0, 55 * 1000)
+    assert flops.count(lambda key: bits(key, jnp.uint8), jax.random.key(0)).total == 55 * 250

@@ -56,7 +56,7 @@ SOLVERS = [
     Toy(),
     GridSearch(),
     GridSearch(effort=0.1, resolution=0.1),
-    GridSearch(patience=10, close=0.01, tolerance=0.03, thorough_between=False),
+    GridSearch(patience=10, close=0.01, tolerance=0.03, thorough=False),
     GridSearch(effort=0.5, proof=ProofEffort()),
 ]
 _each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)

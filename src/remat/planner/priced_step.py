@@ -65,7 +65,7 @@ QUICK_SOLVER = dataclasses.replace(
     patience=30,
     close=0.005,
     tolerance=0.002,
-    thorough_between=False,
+    thorough=False,
 )
 
 

@@ -20,6 +20,7 @@ orders that are no better than others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -28,17 +29,30 @@ from remat.solvers.chain import ChainTable
 from remat.solvers.graph import Chain, Stage, StageOption
 from remat.solvers.liveness import Bools, Ints, Liveness, liveness
 
-_MOST_SEGMENTS = 64  # of a long forward part; the table's time grows with their cube
-_MOST_NODES = 110  # of a forward part whose nodes are segments each
-_SLOTS = 400  # of memory in the table; more round sizes up by less
 _ROOM = 0.4  # share of the peak up to which the table reaches; above it other searches are better
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSize:
+    """The size of a dynamic program. Its time grows with the cube of the segments, and with the slots.
+
+    Args:
+      most_segments: of a long forward part.
+      most_nodes: of a forward part whose nodes are segments each.
+      slots: of memory; more round sizes up by less.
+    """
+
+    most_segments: int = 64
+    most_nodes: int = 110
+    slots: int = 400
 
 
 class Segments:
     """The segments of one graph, and the orders that the dynamic program derives from them."""
 
-    def __init__(self, plain: Liveness) -> None:
+    def __init__(self, plain: Liveness, size: TableSize | None = None) -> None:
         self.plain = plain
+        self._size = size or TableSize()
         self._orders: dict[int, Liveness | None] = {}
 
     def near(self, budget: int) -> list[Liveness]:
@@ -62,13 +76,14 @@ class Segments:
     def _ends(self) -> Ints:
         """Return the last step of each segment; the last one is that of the peak."""
         arrays, n_steps = self.plain.arrays, self._turn + 1
-        if n_steps <= _MOST_NODES:
+        if n_steps <= self._size.most_nodes:
             return np.arange(n_steps)
         crossing = self._crossing_bytes()[:n_steps]
         kept = np.cumsum(np.where(self._read_backward[:n_steps], arrays.bytes[:n_steps], 0))
         # Windows of equal shares of what the backward part reads, and of steps.
         progress = kept / max(int(kept[-1]), 1) + np.arange(n_steps) / n_steps
-        window = np.minimum((progress * _MOST_SEGMENTS / 2).astype(np.int64), _MOST_SEGMENTS - 1)
+        most = self._size.most_segments
+        window = np.minimum((progress * most / 2).astype(np.int64), most - 1)
         in_turn = np.lexsort((-np.arange(n_steps), crossing, window))
         is_least = np.append(True, np.diff(window[in_turn]) != 0)
         return np.unique(np.append(in_turn[is_least], self._turn))
@@ -125,7 +140,7 @@ class Segments:
                 for k in range(len(ends))
             )
         )
-        return ChainTable(chain, int(_ROOM * self.plain.peak_bytes), _SLOTS)
+        return ChainTable(chain, int(_ROOM * self.plain.peak_bytes), self._size.slots)
 
     def _order(self, n_slots: int) -> Liveness | None:
         """Return the order that the table derives for some slots of memory."""
