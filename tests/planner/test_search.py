@@ -90,6 +90,12 @@ def test_few_programs_are_compiled_when_the_model_is_exact():
     assert best.compiled_bytes == 500 and len(compiled) <= 2
 
 
+def test_the_first_prediction_is_the_models():
+    _, compiled = search(Staircase(STEPS), lambda p, _: p.model_bytes, 500)
+    first = compiled[0]
+    assert first.expected_bytes == first.proposal.model_bytes < 500  # the aim has a margin
+
+
 def test_the_second_compilation_corrects_a_wrong_model():
     best, compiled = search(Staircase(STEPS), lambda p, _: 2 * p.model_bytes, 500)
     assert best.compiled_bytes >= 480 and len(compiled) <= 3

@@ -210,8 +210,8 @@ def search(
 # The line through two compiled proposals is used for estimates if its slope is within these limits; wider
 # limits trust more of the lines.
 _MIN_SLOPE, _MAX_SLOPE = 0.3, 4.0
-# Assumed ratio before anything was compiled. A larger ratio makes the first proposal more likely to fit,
-# and makes it recompute more.
+# Assumed ratio for aims before anything was compiled. A larger ratio makes the first proposal more likely to
+# fit, and makes it recompute more. Predictions are without it.
 _FIRST_RATIO = 1.03
 # Variants are ordered by accuracy. The ratio of one that was not tried is assumed to be larger by this factor
 # than that of the variant before it. A larger factor prefers variants that were tried.
@@ -770,7 +770,7 @@ class _Search:
             return max(0, int(more * (compiled + (wanted - model) * slope)))
         if samples:
             return int(more * wanted * samples[0][1] / max(1, samples[0][0]))
-        return int(wanted * _FIRST_RATIO)
+        return wanted
 
 
 def _disagree(samples: Sequence[tuple[int, int]]) -> bool:
