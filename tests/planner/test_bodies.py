@@ -530,6 +530,23 @@ def test_steps_that_need_a_small_part_of_the_memory_are_scheduled():
     assert found == sorted(found, reverse=True) and found[0] > 1.5 * found[-1]
 
 
+@pytest.mark.parametrize("step", [accumulated, nested])
+def test_variants_whose_bodies_are_not_computed_would_gain_little(step):
+    jaxpr = jax.make_jaxpr(step)(W, X).jaxpr
+    price = lambda flops, moved, _: 1e-9 * (0.02 * flops + moved)  # noqa: E731
+    model = StepModel(PricedStep(flattened(jaxpr), price, by_flops=True))
+    first, *others = model.variants
+    most = model.as_written(first).model_bytes
+    n_skipped = 0
+    for room in range(model.smallest(first).model_bytes, most, most // 12):
+        than = model.within(first, room)
+        for other in (*others, *model.smaller_variants):
+            if than.price and not model.may_gain(other, room, than, is_full=True):
+                assert model.within(other, room).price >= 0.8 * than.price
+                n_skipped += 1
+    assert n_skipped >= 4
+
+
 def test_plans_of_steps_can_be_edited():
     step = over_microbatches
     plan = remat.plan(step, W, X, budget="20%", cache=False)

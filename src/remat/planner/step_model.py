@@ -171,10 +171,21 @@ class StepModel:
             # do not count it.
             compared = max(compared, than.cost)
         least = min((1 - _MUCH) * compared, most)
-        return any(
+        return self._least_in_bodies(variant, n_bytes) < least and any(
             level.loop_seconds < least and level.least_price(variant, n_bytes) < least
             for level in self._levels_to_try(variant, n_bytes)
         )
+
+    def _least_in_bodies(self, variant: str, n_bytes: int) -> float:
+        """Return the time that bodies recompute for if each may take all of these bytes.
+
+        It is 0 if a level recomputes nothing in them. Correcting their bytes by the program around them takes
+        much longer.
+        """
+        if any(loops.opened != self.step.is_opened for loops, _ in self._loops.levels):
+            return 0.0
+        room = [n_bytes] * len(self._loops.bodies)
+        return sum(option.seconds for option in self._body_options(variant, room))
 
     def smallest(self, variant: str) -> Proposal:
         """Return the proposal with the fewest bytes at the levels at which loops keep least."""
