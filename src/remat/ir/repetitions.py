@@ -7,7 +7,7 @@ become one loop, which stacks the values of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ def without_repetitions(
     second: Sequence[_jax.JaxprEqn],
     names: dict[_jax.Var, Atom],
     around: Around | None = None,
+    later: Iterable[_jax.Var] = (),
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return two consecutive programs, the second without equations that repeat those of the first.
 
@@ -53,11 +54,13 @@ def without_repetitions(
       names: for inputs of the second, the variables of the first that they equal. Results of the second that
         the first computes are added.
       around: the program around, if the two are bodies of loops.
+      later: inputs of the second that do not exist where the first runs. Loops that read them stay in the
+        second.
     """
     around = around or Around({}, (), {})
     merged = list(first)
     made_at = {v: i for i, eqn in enumerate(first) for v in eqn.outvars}
-    own = {v for eqn in second for v in eqn.outvars}
+    own = {*later, *(v for eqn in second for v in eqn.outvars)}
     outer_values = {v for eqn in around.eqns for v in eqn.outvars}
     shared = _Shared()
     for eqn in around.eqns:

@@ -59,6 +59,11 @@ class Emitted:
         """Return the values that are stacked for B: the kept values, or their copies in host memory."""
         return [self.copies[v].var if v in self.copies else v for v in self.kept]
 
+    @property
+    def missing_carry(self) -> set[_jax.Var]:
+        """Return the values of F's carry that B's step reads and that are not kept."""
+        return set(self.joint.carry) & self.read - set(self.kept) - self.joint.at_hand
+
     def forward_step(self, results: Sequence[Atom]) -> _jax.Jaxpr:
         """Return F's step with other results after its carry."""
         joint = self.joint

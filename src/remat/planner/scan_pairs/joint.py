@@ -280,7 +280,8 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match, *, computes: bool = False) -> Join
         _ancestors(jaxpr, match.forward, sunk.inside),
         sunk.inside,
     )
-    f_eqns, own_eqns = without_repetitions(f_eqns, b.eqns, names, around)
+    later = [v for v in b.invars if v not in names]
+    f_eqns, own_eqns = without_repetitions(f_eqns, b.eqns, names, around, later)
 
     removable = set(only_read_by(jaxpr, *match))
     kept = [

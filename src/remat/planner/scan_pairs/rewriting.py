@@ -287,7 +287,7 @@ def _emitted(
             "on the device. Remove these from its offloaded values."
         )
     emitted = Emitted.of(joint, saved, offloaded)
-    missing = set(joint.carry) & emitted.read - set(emitted.kept) - joint.at_hand
+    missing = emitted.missing_carry
     for eqn in emitted.recomputed:
         missing.update(eqn.outvars if not _may_move(eqn) else ())
     if missing:
