@@ -1056,3 +1056,45 @@ def test_programs_share_the_loops_in_which_they_do_not_differ():
         for option in (changing[0], changing[-1])
     ]
     assert len(bodies[0] & bodies[1]) >= 2
+
+
+@jax.custom_vjp
+def in_chunks(h):
+    """Return the sum of softplus over chunks of rows. Its backward rule scans the same chunks."""
+    return jax.lax.map(lambda rows: jax.nn.softplus(rows).sum(), h).sum()
+
+
+in_chunks.defvjp(
+    lambda h: (in_chunks(h), h),
+    lambda h, g: (jax.lax.map(lambda rows: g * jax.nn.sigmoid(rows), h),),
+)
+
+
+@pytest.mark.parametrize("percent", [75, 50, 35])
+def test_loops_that_read_cotangents_stay_in_backward_steps(percent):
+    """Segments carry a memory of each layer, as in Transformer-XL, and end in a loss computed in chunks."""
+
+    def step(w, x):
+        def loss(w):
+            def segment(memories, x):
+                def layer(h, of_layer):
+                    w, memory = of_layer
+                    both = jnp.concatenate([memory, h], 1)
+                    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", h @ w, both))
+                    return h + jnp.tanh(jnp.einsum("bqk,bkd->bqd", scores, both) @ w.T), h
+
+                h, memories = jax.lax.scan(layer, x, (w, memories))
+                return memories, in_chunks(h.reshape(4, -1, h.shape[-1]))
+
+            memories = jnp.zeros((w.shape[0], *x.shape[1:]))
+            return jax.lax.scan(segment, memories, x)[1].mean()
+
+        return jax.value_and_grad(loss)(w)
+
+    w = jax.random.normal(jax.random.key(0), (3, 32, 32)) / 12
+    x = jax.random.normal(jax.random.key(1), (8, 2, 16, 32))
+    expected = jax.jit(step)(w, x)
+    plan = remat.plan(step, w, x, budget=f"{percent}%", cache=False)
+    found = remat.fit(step, plan=plan)(w, x)
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * float(abs(other).max()))
