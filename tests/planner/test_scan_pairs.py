@@ -1098,3 +1098,56 @@ def test_loops_that_read_cotangents_stay_in_backward_steps(percent):
     found = remat.fit(step, plan=plan)(w, x)
     for one, other in zip(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * float(abs(other).max()))
+
+
+def _chained(h, w):
+    return jnp.tanh(jnp.sin(h @ w) + h), None
+
+
+@pytest.mark.parametrize("how", ["before", "after", "unrolled", "stacked"])
+def test_scans_of_no_steps_are_their_first_carries(how):
+    def loss(w, x):
+        def empty(h):
+            return jax.lax.scan(lambda h, w: (_chained(h, w)[0], h.sum(1)), h, w[:0])
+
+        if how == "after":
+            return empty(jax.lax.scan(_chained, x, w)[0])[0].mean()
+        h, stacks = empty(x)
+        if how == "unrolled":
+            for layer in w:
+                h, _ = _chained(h, layer)
+            return h.mean()
+        h = jax.lax.scan(_chained, h, w)[0]
+        return h.mean() + (stacks.sum() + stacks.shape[0] if how == "stacked" else 0.0)
+
+    step = jax.value_and_grad(loss)
+    w, x = jax.random.normal(KEY, (8, 32, 32)) / 8, jax.random.normal(KEY, (256, 32))
+    plan = remat.plan(step, w, x, budget="70%", cache=False)
+    assert plan.peak_bytes <= plan.budget_bytes
+    for found, expected in zip(remat.fit(step, plan=plan)(w, x), jax.jit(step)(w, x)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_scans_that_use_refs_stay_as_they_are(where):
+    def loss(w, x):
+        total = jax.new_ref(jnp.zeros(()))
+
+        def layer(h, w):
+            h, _ = _chained(h, w)
+            if where == "around":
+                total[...] += jax.lax.stop_gradient(h.mean())
+                return h, None
+            first = jax.new_ref(h)
+            first[0] = h[1]
+            return first[...], None
+
+        return jax.lax.scan(layer, x, w)[0].mean(), total[...]
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    w, x = jax.random.normal(KEY, (8, 32, 32)) / 8, jax.random.normal(KEY, (256, 32))
+    with pytest.raises(BudgetError, match="the smallest peak"):
+        remat.plan(step, w, x, budget="60%", cache=False)
+    found = remat.fit(step, budget="100%", cache=False)(w, x)
+    for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(w, x))):
+        np.testing.assert_array_equal(one, expected)

@@ -11,6 +11,8 @@ index of branches, the forward and the backward ones seem to follow different in
 stay apart: one may be freed before another one is read.
 
 Numbers are carried on: without them, nothing would be saved.
+
+A scan of no steps is its first carry and empty stacks.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from remat.ir import jaxprs
 from remat.ir.equations import called_body, fills_array
 from remat.ir.repetitions import without_repeated
 from remat.ir.rewriting import Rewriting
+from remat.ir.split.branches import empty_value
 
 _jax.exclude_from_tracebacks(__file__)
 
@@ -55,6 +58,9 @@ class _Removing(Rewriting):
         eqns = []
         for old in jaxpr.eqns:
             eqn = self.within(jaxprs.renamed(old, names) if names else old)
+            if eqn.primitive.name == "scan" and eqn.params["length"] == 0:
+                eqns += _of_no_steps(eqn, names)
+                continue
             loop = _Loop.of(eqn)
             redundant = {} if loop is None else loop.redundant(scope)
             if loop is not None and redundant:
@@ -70,6 +76,17 @@ class _Removing(Rewriting):
         outvars = [jaxprs.look(names, v) for v in jaxpr.outvars]
         new = _jax.rebuild(jaxpr, eqns=eqns, outvars=outvars)
         return _jax.dce(new, [True] * len(outvars), keep=[True] * len(new.invars))[0]
+
+
+def _of_no_steps(eqn: _jax.JaxprEqn, names: dict[_jax.Var, Atom]) -> list[_jax.JaxprEqn]:
+    """Return equations for the stacks of a scan of no steps; its results mean these and its first carry."""
+    n_consts, n_carry = _jax.scan_arity(eqn)
+    names.update(zip(eqn.outvars[:n_carry], eqn.invars[n_consts : n_consts + n_carry]))
+    eqns = []
+    for v in eqn.outvars[n_carry:]:
+        making, names[v] = empty_value(v.aval, eqn)
+        eqns += making
+    return eqns
 
 
 # --------------------------------------------------------------------------------------------------
