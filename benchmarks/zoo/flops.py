@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from remat import _jax
+from remat.ir import formulas
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def of_equation(eqn: Any) -> Flops:
     if name in ("fft", "sort"):
         return _of_transform(eqn)
     if name == "random_bits":
-        return Flops(0, _THREEFRY * eqn.outvars[0].aval.size * eqn.params["bit_width"] // 32)
+        return Flops(0, formulas.threefry(eqn))
     if name in _FACTORIZATIONS:
         *batch, m, n = eqn.invars[0].aval.shape
         return Flops(0, int(math.prod(batch) * _FACTORIZATIONS[name] * max(m, n) * min(m, n) ** 2))
@@ -106,10 +107,6 @@ def of_equation(eqn: Any) -> Flops:
         return Flops(0, eqn.invars[0].aval.shape[-1] * eqn.outvars[0].aval.size)
     return Flops(0, max((v.aval.size for v in eqn.outvars), default=0))
 
-
-_THREEFRY = (
-    55  # operations per 32-bit word: for two words 20 rounds of 5, and ten additions of the key
-)
 
 # Operations of a factorization of an m x n matrix, as a multiple of max(m, n) min(m, n)^2.
 _FACTORIZATIONS = {

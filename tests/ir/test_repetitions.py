@@ -25,8 +25,8 @@ def test_loops_that_read_later_values_are_not_merged_into_earlier_ones(is_later)
     second = _jax.open_jaxpr(jax.make_jaxpr(_backward)(ROWS, NUMBER))
     rows, cotangent = second.invars
     names = {rows: first.invars[0]}
-    later = [cotangent] if is_later else []
-    merged, left = without_repetitions(first.eqns, second.eqns, names, later=later)
+    inputs = second.invars if is_later else []
+    merged, left = without_repetitions(first.eqns, second.eqns, names, inputs=inputs)
 
     def loops(eqns):
         return [eqn for eqn in eqns if eqn.primitive.name == "scan"]

@@ -43,7 +43,7 @@ def without_repetitions(
     second: Sequence[_jax.JaxprEqn],
     names: dict[_jax.Var, Atom],
     around: Around | None = None,
-    later: Iterable[_jax.Var] = (),
+    inputs: Iterable[_jax.Var] = (),
 ) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]]:
     """Return two consecutive programs, the second without equations that repeat those of the first.
 
@@ -54,13 +54,13 @@ def without_repetitions(
       names: for inputs of the second, the variables of the first that they equal. Results of the second that
         the first computes are added.
       around: the program around, if the two are bodies of loops.
-      later: inputs of the second that do not exist where the first runs. Loops that read them stay in the
-        second.
+      inputs: of the second. Those that equal no variable of the first do not exist where that runs, so loops
+        that read them stay in the second.
     """
     around = around or Around({}, (), {})
     merged = list(first)
     made_at = {v: i for i, eqn in enumerate(first) for v in eqn.outvars}
-    own = {*later, *(v for eqn in second for v in eqn.outvars)}
+    own = {v for eqn in second for v in eqn.outvars}.union(v for v in inputs if v not in names)
     outer_values = {v for eqn in around.eqns for v in eqn.outvars}
     shared = _Shared()
     for eqn in around.eqns:

@@ -82,8 +82,7 @@ def _joint_of_branch(
         source = inside.get(operand, of_operand.get(operand)) if _jax.is_var(operand) else None
         if source is not None:
             names[v] = source
-    later = [v for v in b.invars if v not in names]
-    f_eqns, own_eqns = without_repetitions(f.eqns, b.eqns, names, later=later)
+    f_eqns, own_eqns = without_repetitions(f.eqns, b.eqns, names, inputs=b.invars)
     kept = [
         (k, v)
         for k, (v, outer) in enumerate(zip(f.outvars, forward.outvars))

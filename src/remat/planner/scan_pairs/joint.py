@@ -280,8 +280,7 @@ def joint_of(jaxpr: _jax.Jaxpr, match: Match, *, computes: bool = False) -> Join
         _ancestors(jaxpr, match.forward, sunk.inside),
         sunk.inside,
     )
-    later = [v for v in b.invars if v not in names]
-    f_eqns, own_eqns = without_repetitions(f_eqns, b.eqns, names, around, later)
+    f_eqns, own_eqns = without_repetitions(f_eqns, b.eqns, names, around, b.invars)
 
     removable = set(only_read_by(jaxpr, *match))
     kept = [

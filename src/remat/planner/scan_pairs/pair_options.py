@@ -448,9 +448,8 @@ class _OptionsOfCuts:
         @functools.cache
         def step_of(saved: tuple[int, ...]) -> tuple[Emitted, _Cost]:
             emitted = Emitted.of(joint, saved)
-            if (
-                missing := emitted.missing_carry
-            ):  # loops inside may read more of it than as they are written
+            # Loops inside may read more of the carry than as they are written.
+            if missing := emitted.missing_carry:
                 emitted = Emitted.of(joint, (*saved, *sorted(self.number[v] for v in missing)))
             return emitted, self._plus_inner(self.cost_of(self._twice(emitted)))
 

@@ -102,8 +102,7 @@ def shards_of(jaxpr: _jax.Jaxpr, match: Match) -> Shards:
             names[v] = operands[operand, spec]
         else:
             outside[v] = operand, spec
-    later = [v for v in b.invars if v not in names]
-    f_eqns, own_eqns = without_repetitions(f.eqns, b.eqns, names, later=later)
+    f_eqns, own_eqns = without_repetitions(f.eqns, b.eqns, names, inputs=b.invars)
     removable = {
         k
         for k in only_read_by(jaxpr, *match)
