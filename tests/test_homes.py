@@ -50,7 +50,6 @@ HOMES = {
     "explain/unrolled": "explain/test_loops",
     "ir/equations": "ir/test_operations",
     "ir/formulas": "ir/test_flops",
-    "ir/repetitions": "planner/test_rewrite",
     "ir/restriction": "planner/test_restriction",
     "ir/rewriting": "ir/test_swapped",
     "ir/split/*": "ir/test_split",
