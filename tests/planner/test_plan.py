@@ -182,6 +182,29 @@ def test_nested_scans_recompute_no_more_than_a_checkpoint_around_each_step():
     assert made.extra_flops < 0.36 * made.flops  # a checkpoint recomputes a third
 
 
+def test_groups_of_steps_that_are_recomputed_one_by_one_are_found_where_they_need_least():
+    """Mixtures of options need less by the model, and more by the compiler."""
+
+    def layer(h, w):
+        spectrum = jnp.fft.fft(h, axis=0) * jnp.exp(1j * h.mean())
+        return jnp.tanh(jnp.fft.ifft(spectrum, axis=0).real @ w + h), None
+
+    def loss(ws, x):
+        return (jax.lax.scan(layer, x, ws)[0] ** 2).mean()
+
+    def by_hand(ws, x):
+        def of_group(h, ws):
+            return jax.lax.scan(jax.checkpoint(layer), h, ws)[0], None
+
+        ws = ws.reshape(4, 2, *ws.shape[1:])
+        return (jax.lax.scan(jax.checkpoint(of_group), x, ws)[0] ** 2).mean()
+
+    args = jnp.ones((8, 64, 64)) / 64, jnp.ones((512, 64))
+    budget = int(1.001 * peak_bytes(jax.grad(by_hand), *args))
+    made = remat.plan(jax.grad(loss), *args, budget=budget, cache=False, progress=False)
+    assert made.peak_bytes <= budget < 0.5 * made.peak_bytes_without_remat
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the compiler needs more for it")
 def test_loops_may_keep_more_where_the_program_around_them_takes_less():
     """Of the options of this ConvLSTM's scan, some that keep more bytes for less time have a smaller peak."""

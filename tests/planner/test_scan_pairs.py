@@ -278,7 +278,7 @@ def test_options_change_no_bit_of_values_and_gradients(name):
     found = 0
     for program in dict.fromkeys((jaxpr, opened(jaxpr))):
         for pair in pairs(program, price):
-            for option in some(pair.options):
+            for option in (*some(pair.options), pair.by_group[0]):
                 assert_equal(results(rewrite(program, {pair.id: option}), args), expected)
                 found += 1
     assert found > 1
@@ -672,7 +672,9 @@ def test_all_pairs_of_a_program_are_rewritten_together():
 def test_equations_with_effects_are_not_repeated():
     jaxpr, args = flat(jax.value_and_grad(printing), W, X)
     (pair,) = pairs(jaxpr, price)
-    for option in pair.options:
+    in_groups = [o for o in (*pair.options, *pair.by_group) if o.group > 1]
+    assert in_groups
+    for option in (*pair.options, *pair.by_group):
         CALLS.clear()
         results(rewrite(jaxpr, {pair.id: option}), args)
         jax.effects_barrier()
@@ -888,6 +890,7 @@ def test_constants_are_computed_in_steps_if_there_is_no_memory_for_them():
     smaller, larger = (rewrite(jaxpr, {pair.id: option}) for option in (few, many))
     assert reads_differences(larger) and not reads_differences(smaller)
     assert few.seconds > many.seconds
+    assert are_alone(smaller) == [False]  # compilers would move the constants out of the loop
     assert temporaries(smaller, args) < 0.6 * temporaries(larger, args)
     gained = sum(map(flops_of, smaller.eqns)) - sum(map(flops_of, jaxpr.eqns))
     assert few.flops == pytest.approx(gained, rel=0.2)
@@ -908,6 +911,35 @@ def test_fewest_bytes_need_no_more_memory_than_checkpointed_steps():
     assert found == sorted(found)
     assert found[0] <= 1.03 * by_hand
     assert found[-1] <= temporaries(jaxpr, args)
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(3, [1, 1, 1]), (7, [2, 1, 3]), (8, [2, 4, 4])])
+def test_options_in_groups_keep_what_steps_keep_that_are_recomputed_one_by_one(length, sizes):
+    jaxpr, args = flat(jax.value_and_grad(stack), jnp.ones((length, 8, 8)), X)
+    (pair,) = pairs(jaxpr, price)
+    assert [o.group for o in pair.by_group] == sizes
+    for option in set(pair.by_group):
+        assert option.saved == pair.by_step.saved
+        assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), results(jaxpr, args))
+
+
+def test_groups_need_no_more_memory_than_those_by_hand():
+    """Not even where both scans read slices of the same array."""
+
+    def by_hand(w, x):
+        def of_group(c, w):
+            return stack_in(jax.checkpoint(layer), c, w), None
+
+        w = w.reshape(4, 2, *w.shape[1:])
+        return jax.lax.scan(jax.checkpoint(of_group), x, w)[0].sum()
+
+    def stack_in(body, c, w):
+        return jax.lax.scan(body, c, w)[0]
+
+    jaxpr, args = stack_of(layer, rows=256)
+    (pair,) = pairs(jaxpr, price)
+    needed = temporaries(rewrite(jaxpr, {pair.id: pair.by_group[0]}), args)
+    assert needed <= 1.001 * temporaries(*flat(jax.value_and_grad(by_hand), *args))
 
 
 def loops_of_one_step(body, w, x):
@@ -963,6 +995,27 @@ def bodies(draw):
         return values[-1] + carry / 2, values[-2]
 
     return body
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_alone"),
+    [
+        (stack, True),
+        (functools.partial(loops_of_one_step, layer), False),
+        (functools.partial(unrolled_loop, layer), False),
+    ],
+)
+def test_only_loops_from_which_nothing_can_be_moved_need_no_function(loss, is_alone):
+    """Compilers that expand barriers early merge recomputation with what a loop is inlined beside."""
+    jaxpr, _ = flat(jax.value_and_grad(loss), W, X)
+    pair, *_ = pairs(jaxpr, price)
+    assert are_alone(rewrite(jaxpr, {pair.id: pair.by_step})) == [is_alone]
+
+
+def are_alone(jaxpr):
+    """Return for each region whether it is alone in a loop's body."""
+    eqns = jaxprs.equations(jaxpr, programs_of)
+    return [eqn.params["is_alone"] for eqn in eqns if eqn.primitive.name == "remat"]
 
 
 @given(

@@ -58,6 +58,12 @@ def test_group_sizes_lie_around_the_square_root_of_the_length():
     assert tradeoffs.group_sizes(3, 8, 8) == tradeoffs.group_sizes(100, 0, 8) == []
 
 
+def test_uniform_group_sizes_are_divisors_if_there_are_any_near():
+    assert tradeoffs.uniform_group_sizes(64) == (2, 4, 8)
+    assert tradeoffs.uniform_group_sizes(9) == (3, 3, 3)
+    assert tradeoffs.uniform_group_sizes(13) == (2, 4, 4)
+
+
 def test_partial_counts_leave_out_none_and_all_groups():
     assert tradeoffs.partial_group_counts(12) == [2, 4, 6, 8, 10]
     assert tradeoffs.partial_group_counts(2) == [1]

@@ -42,8 +42,9 @@ class LoopChoices:
     Args:
       levels: the decisions about pairs of loops and the seconds of recomputation in them, the level that
         keeps most first.
-      by_hand: the same of levels at which all pairs recompute their steps one by one: all of them, and
-        without matrix products that have no batch dimensions, or any; empty without pairs.
+      by_hand: the same of levels at which all pairs recompute their steps one by one: all of them,
+        without matrix products that have no batch dimensions, without any, and in groups of steps; empty
+        without pairs.
       bodies: those that are scheduled by themselves.
       around: for each body the bytes that are live while its loop runs in the program as it is written.
       times: how often each pair runs, by id.
@@ -119,6 +120,10 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     by_hand = (
         {pair.id: pair.by_step for pair in found},
         *({pair.id: pair.by_product[batched] for pair in found} for batched in (False, True)),
+        *(
+            dict(zip([pair.id for pair in found], options))
+            for options in zip(*(pair.by_group for pair in found), strict=True)
+        ),
     )
     times = {pair.id: pair.times for pair in found}
     return LoopChoices(

@@ -199,14 +199,16 @@ class StepModel:
 
     @functools.cached_property
     def by_hand(self) -> list[Proposal]:
-        """Return the step with all loops recomputed step by step, and nothing recomputed outside of them.
+        """Return the step with all loops recomputed as people do, and nothing recomputed outside of them.
 
-        The first one keeps nothing of the steps, others what matrix products compute.
+        They are recomputed step by step, without what matrix products compute or with it, or in groups of
+        steps. The one that needs least comes first.
         """
         variant = self.step.fusions[0]
         options = tuple(body.options[0].as_written for body in self._loops.bodies)
         levels = (self._level_of(decided, options) for decided in self._loops.by_hand)
-        return [self._with_flops(level.once(variant)) for level in levels]
+        found = (self._with_flops(level.once(variant)) for level in levels)
+        return sorted(found, key=lambda proposal: proposal.model_bytes)
 
     def _fastest(self, found: Sequence[Proposal]) -> Proposal:
         """Return the proposal of the least cost, with the FLOPs of its program counted.
@@ -402,11 +404,13 @@ class StepModel:
         for at in sorted(tried):
             yield self._level(at, options)
         yield from self._just_before(first, variant, n_bytes, options)
-        if self._loops.by_hand:
-            by_step = self._level_of(self._loops.by_hand[0], options)
-            if by_step.peak_bytes(variant) <= n_bytes:
-                yield by_step
-        if self._level(-1, options).peak_bytes(variant) > n_bytes and self._steps.bodies:
+        by_hand = self._loops.by_hand
+        is_too_small = self._level(-1, options).peak_bytes(variant) > n_bytes
+        for decided in by_hand if is_too_small else by_hand[:1]:
+            level = self._level_of(decided, options)
+            if level.peak_bytes(variant) <= n_bytes:
+                yield level
+        if is_too_small and self._steps.bodies:
             yield lowered(
                 n_bytes,
                 self._most_room(self._steps.bodies, variant, n_bytes),

@@ -129,11 +129,34 @@ def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
         return []
     best = math.sqrt(length * carry_bytes / step_bytes)
     found = {round(best * factor) for factor in (0.5, 1.0, 2.0)}
-    # A divisor of the length leaves no remaining steps, whose arrays would have to be copied.
-    divisors = [d for d in range(2, length) if length % d == 0]
-    nearest = {min(divisors, key=lambda d: abs(math.log(d / max(g, 1)))) for g in found if divisors}
-    close = {d for d in nearest if any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
+    nearest = {_nearest_divisor(length, g) for g in found} - {None}
+    close = {d for d in nearest if d and any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
     return sorted(g for g in (close or found) if 2 <= g < length)
+
+
+def uniform_group_sizes(length: int) -> tuple[int, int, int]:
+    """Return the numbers of steps in a group that people use: two, four, and the root of the length.
+
+    Each is replaced by a divisor of the length that is nearly as large, if there is one.
+
+    >>> uniform_group_sizes(48), uniform_group_sizes(7)
+    ((2, 4, 6), (2, 4, 3))
+    """
+
+    def of(size: int) -> int:
+        divisor = _nearest_divisor(length, size)
+        return divisor if divisor and 0.4 <= divisor / size <= 2.5 else size
+
+    return of(2), of(4), of(max(2, round(math.sqrt(length))))
+
+
+def _nearest_divisor(length: int, size: int) -> int | None:
+    """Return the divisor of a length that is nearest to a size; None if the length has none but 1 and itself.
+
+    It leaves no remaining steps, whose arrays would have to be copied.
+    """
+    divisors = [d for d in range(2, length) if length % d == 0]
+    return min(divisors, key=lambda d: abs(math.log(d / max(size, 1))), default=None)
 
 
 def partial_group_counts(groups: int, n_splits: int = _N_SPLITS) -> list[int]:

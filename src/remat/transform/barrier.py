@@ -44,7 +44,9 @@ barrier is used (`_can_be_function`), and CPU compilers before 0.11.1 undo the r
 In the body of a loop the forward pass is usually in another loop's body, so that nothing can be merged. The
 protection stays, for three reasons: a loop of one step is inlined beside the forward pass; an unrolled
 loop could start all recomputations of an iteration before the first cotangent; loop-invariant
-recomputations would be moved out of the loop. `prevent_cse=False` removes it.
+recomputations would be moved out of the loop. `prevent_cse=False` removes it. In loops that a plan writes it
+is known whether one of these applies. Where none does, a barrier replaces a function, whose inputs would live
+longer than necessary (`is_alone`).
 """
 
 from __future__ import annotations

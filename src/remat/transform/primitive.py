@@ -27,7 +27,8 @@ the result of each rule uses the primitive again.
 bool for each of the equation's inputs. `names_pending` is true if the policy selects names that were not
 found yet: the user's derivative or batching rules, which run in step 1 or when the region is batched, may
 introduce them. `cotangents` says which inputs are cotangents (empty if that is no longer known): the
-recomputation depends only on the other inputs.
+recomputation depends only on the other inputs. `is_alone` is true if the region is in the body of a loop
+that is not inlined, where no other operations could be merged with it or be moved out.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def parameters(
     differentiated: bool = False,
     names_pending: bool = False,
     cotangents: tuple[bool, ...] = (),
+    is_alone: bool = False,
 ) -> Params:
     """Return the parameters of a region's equation; the module's docstring explains them."""
     return {
@@ -83,6 +85,7 @@ def parameters(
         "differentiated": differentiated,
         "names_pending": names_pending,
         "cotangents": cotangents,
+        "is_alone": is_alone,
     }
 
 
@@ -538,12 +541,14 @@ def _lower(
     jaxpr: _jax.Jaxpr,
     prevent_cse: PreventCse,
     differentiated: bool,
+    is_alone: bool,
     **_: object,
 ) -> Sequence[IrValue]:
     jaxpr = outlined(jaxpr)
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
+    how = barrier.Protection.BARRIER if is_alone and how is barrier.Protection.CALL else how
     return barrier.lower_protected(ctx, jaxpr, args, fenced, how)
 
 

@@ -144,7 +144,7 @@ class Emitted:
         """Return B's step: (constants, carry, kept values and slices) to B's results."""
         joint, step = self.joint, self.scheduled or self.backward_program()
         if self.scheduled is None and self._needs_protection():
-            step = _protected(step.invars, step.outvars, step.eqns, joint)
+            step = _protected(step.invars, step.outvars, step.eqns, joint, self._is_alone)
         if not self.copies:
             return step
         passed = [*self.consts, *joint.backward_carry, *self.passed, *self.xs]
@@ -158,6 +158,19 @@ class Emitted:
     @property
     def _has_effects(self) -> bool:
         return any(map(has_effects, self.joint.late))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Return whether compilers can neither merge a recomputed equation with another nor move it out."""
+        if self._is_inlined or self.joint.computes_constants:
+            return False
+        same = set(self.joint.consts)
+        for eqn in self.recomputed:
+            if same.issuperset(filter(_jax.is_var, eqn.invars)):
+                if not is_fusible(eqn):
+                    return False
+                same.update(eqn.outvars)
+        return True
 
     def _needs_protection(self) -> bool:
         if not self.recomputed or self._has_effects:
@@ -173,6 +186,7 @@ def _protected(
     results: Sequence[Atom],
     eqns: Sequence[_jax.JaxprEqn],
     joint: Joint,
+    is_alone: bool,
 ) -> _jax.Jaxpr:
     """Return a step whose equations are one equation of the primitive."""
     read = {v for eqn in eqns for v in eqn.invars if _jax.is_var(v)}
@@ -189,6 +203,7 @@ def _protected(
         prevent_cse=True,
         differentiated=True,
         cotangents=tuple(v in of_backward for v in operands),
+        is_alone=is_alone,
         like=_jax.without_scopes(joint.late[0] if joint.late else eqns[0]),
     )
     return _jax.jaxpr_of(invars, [jaxprs.look(names, v) for v in results], [region], joint.jaxpr)

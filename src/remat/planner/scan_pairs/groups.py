@@ -72,16 +72,19 @@ def in_groups(
     starts = [_jax.new_var(_jax.stacked(n_groups, v.aval)) for v in joint.carry]
     n_own = len(joint.backward_carry)
     n_own_consts = _jax.scan_arity(backward)[0]
+    # A loop slices each of its operands, even if two are the same array.
+    f_sliced, b_sliced = slices_of(joint), outside(emitted, emitted.xs)
+    sliced = list(dict.fromkeys((*f_sliced, *b_sliced)))
 
     def run_backward(args: Sequence[Array]) -> list[Array]:
-        f_consts, consts, init, starts, f_xs, stacked, xs = _jax.split_list(
-            list(args),
-            [n_consts, len(emitted.consts), n_own, n_carry, len(joint.xs), len(stacks)],
+        f_consts, consts, init, starts, stacked, arrays = _jax.split_list(
+            list(args), [n_consts, len(emitted.consts), n_own, n_carry, len(stacks)]
         )
 
         def of_group(carry: PyTree, slices: PyTree) -> tuple[PyTree, PyTree]:
-            start, f_xs, stacked, xs = slices
-            of = dict(zip(stacks, stacked))
+            start, stacked, arrays = slices
+            of, slice_of = dict(zip(stacks, stacked)), dict(zip(sliced, arrays))
+            f_xs, xs = ([slice_of[a] for a in of_scan] for of_scan in (f_sliced, b_sliced))
             taken = (*f_consts, *start, *f_xs, *(of[v] for v in given))
             outs = bind_scan(forward, keeping, taken, n_consts, n_carry, group)[n_carry:]
             kept = [of[v] if v in of else outs[places[v]] for v in emitted.kept]
@@ -91,7 +94,7 @@ def in_groups(
             after, ys = _jax.split_list(outs, [n_own])
             return after, ys
 
-        slices = starts, list(map(fold, f_xs)), list(map(fold, stacked)), list(map(fold, xs))
+        slices = starts, list(map(fold, stacked)), list(map(fold, arrays))
         carry, ys = jax.lax.scan(
             of_group, init, slices, n_groups, reverse=backward.params["reverse"]
         )
@@ -112,9 +115,8 @@ def in_groups(
             *outside(emitted, emitted.consts),
             *backward.invars[n_own_consts : n_own_consts + n_own],
             *starts,
-            *slices_of(joint),
             *stacks.values(),
-            *outside(emitted, emitted.xs),
+            *sliced,
         ],
         backward.outvars,
         backward,

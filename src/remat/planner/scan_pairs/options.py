@@ -84,6 +84,7 @@ def _pairs_in(scope: Scope, prefix: str, path: str, times: int) -> list[ScanPair
                 of_pair.as_written,
                 of_pair.by_step,
                 of_pair.by_product,
+                of_pair.by_group,
                 tuple(of_pair.between),
             )
         ]
@@ -152,6 +153,10 @@ def _pair_of_branches(scope: Scope, match: Match, prefix: str, path: str, times:
         chosen(lambda of: of.as_written),
         chosen(lambda of: of.by_step),
         (chosen(lambda of: of.by_product[0]), chosen(lambda of: of.by_product[1])),
+        tuple(
+            _of_branches([*zip(of_branch, options)])
+            for options in zip(*(of.by_group for of in of_branch.values()), strict=True)
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from remat import _jax
 from remat.aliases import Atom
-from remat.ir.equations import has_effects, is_product, is_repeatable
+from remat.ir.equations import is_product, is_repeatable
 from remat.planner.host_memory import MIN_OFFLOAD_BYTES, Copies, cuts_with_copies
 from remat.planner.plan_decisions import ScanOption
 from remat.planner.scan_pairs.emission import Emitted
@@ -42,6 +42,7 @@ from remat.planner.tradeoffs import (
     settings_of,
     thinned,
     undominated,
+    uniform_group_sizes,
 )
 from remat.program.from_jaxpr import work_of_bodies
 from remat.solvers.mincut import CutProblem, MinimumCut, between, hull
@@ -91,6 +92,10 @@ class ScanPair:
         steps, it is better than options that the model prefers to it.
       by_product: those that keep what matrix products compute, without and with products that have batch
         dimensions, as JAX's policies around the body do.
+      by_group: those that keep as little as `by_step`, in groups of two, of four and of about as many steps
+        as there are groups, as `jax.checkpoint` around a scan over such groups does; `by_step` where that
+        is impossible. Loops can need less for it than the bytes of options say, since what a group keeps
+        while it is reversed is counted by half.
       between: further options, each between two of the others.
     """
 
@@ -103,6 +108,7 @@ class ScanPair:
     as_written: ScanOption
     by_step: ScanOption
     by_product: tuple[ScanOption, ScanOption]
+    by_group: tuple[ScanOption, ...]
     between: tuple[ScanOption, ...] = ()
 
 
@@ -129,6 +135,7 @@ class FoundOptions(NamedTuple):
     as_written: ScanOption
     by_step: ScanOption
     by_product: tuple[ScanOption, ScanOption]
+    by_group: tuple[ScanOption, ...]
     between: Sequence[ScanOption]
 
 
@@ -195,7 +202,8 @@ class PairOptions:
             unchanged.keeping_products(batched=False),
             unchanged.keeping_products(batched=True),
         )
-        return FoundOptions(best, written, by_step, by_product, between)
+        by_group = unchanged.in_groups_as(by_step)
+        return FoundOptions(best, written, by_step, by_product, by_group, between)
 
     def _choices_inside(self) -> list[_Choice]:
         """Return choices for the pairs inside: at one price for all of them, and some between these."""
@@ -303,6 +311,15 @@ class _OptionsOfCuts:
         kept = tuple(sorted(self.number[v] for v in emitted.kept))
         return self._in_steps(kept, emitted, self.cost_of(self._twice(emitted)))
 
+    def in_groups_as(self, by_step: ScanOption) -> tuple[ScanOption, ...]:
+        """Return options in groups of steps that keep what one does that recomputes step by step."""
+        emitted = Emitted.of(self.joint, by_step.saved)
+        twice = self.cost_of(self._twice(emitted))
+        return tuple(
+            next(iter(self._in_groups(by_step.saved, emitted, twice, [size])), by_step)
+            for size in uniform_group_sizes(self.joint.length)
+        )
+
     def options(self) -> list[ScanOption]:
         problem, variables = self._nodes()
         vertices = hull(problem).cuts
@@ -381,15 +398,18 @@ class _OptionsOfCuts:
         )
 
     def _in_groups(
-        self, saved: tuple[int, ...], emitted: Emitted, twice: _Cost
+        self,
+        saved: tuple[int, ...],
+        emitted: Emitted,
+        twice: _Cost,
+        sizes: Sequence[int] | None = None,
     ) -> list[ScanOption]:
+        """Return options in groups of these numbers of steps; by default of those that need least."""
         joint, length = self.joint, self.joint.length
         carry = sum(self.scope.bytes_of(v) for v in joint.carry)
         again, read_again = emitted.again()
-        # Values that must not be computed twice would have to be kept for all steps. Equations with effects
-        # would run again even if nothing needs their results.
-        does_more = any(map(has_effects, joint.known))
-        if does_more or not self.once.isdisjoint(map(id, again)):
+        # Values that must not be computed twice would have to be kept for all steps.
+        if not self.once.isdisjoint(map(id, again)):
             return []
         per_step, fixed = self.kept_bytes(emitted), self.fixed_bytes(emitted, read_again)
         repeated = self.cost_of(again)
@@ -398,7 +418,8 @@ class _OptionsOfCuts:
         # may be instead. They are at the peak of a pair inside of another one's step.
         share = 1 if self.within_step else 2
         found = []
-        for group in group_sizes(length, carry, max(1, per_step)):
+        sizes = group_sizes(length, carry, max(1, per_step)) if sizes is None else sizes
+        for group in sizes:
             n_most = length // group
             counts = [
                 n_most,
@@ -406,7 +427,7 @@ class _OptionsOfCuts:
             ]
             for n_groups in counts:
                 # Compilers inline a loop over one group, and could start its recomputation too early.
-                if n_groups == 1:
+                if n_groups < 2:
                     continue
                 n_grouped = n_groups * group
                 cost = _Cost(
@@ -439,7 +460,7 @@ class _OptionsOfCuts:
         carry = sum(map(scope.bytes_of, joint.carry))
         per_step = self.kept_bytes(Emitted.of(joint, self._as_written()))
         is_worth_it = carry >= _LEAST_CARRY * per_step and length >= _MIN_MIXED_LENGTH
-        if not is_worth_it or any(map(has_effects, joint.known)):
+        if not is_worth_it:
             return
         carried = [self.number[v] for v in joint.carry]
         needed = [self.number[v] for v in joint.needed]
