@@ -140,7 +140,7 @@ def uniform_group_sizes(length: int) -> tuple[int, int, int]:
     Each is replaced by a divisor of the length that is nearly as large, if there is one.
 
     >>> uniform_group_sizes(48), uniform_group_sizes(7)
-    ((2, 4, 6), (2, 4, 3))
+    ((2, 4, 8), (2, 4, 3))
     """
 
     def of(size: int) -> int:
