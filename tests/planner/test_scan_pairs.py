@@ -1012,6 +1012,13 @@ def test_only_loops_from_which_nothing_can_be_moved_need_no_function(loss, is_al
     assert are_alone(rewrite(jaxpr, {pair.id: pair.by_step})) == [is_alone]
 
 
+def test_a_step_that_is_left_over_by_groups_is_no_loop_and_needs_a_function():
+    jaxpr, _ = flat(jax.value_and_grad(stack), jnp.ones((7, 8, 8)), X)
+    (pair,) = pairs(jaxpr, price)
+    groups_of_two = rewrite(jaxpr, {pair.id: pair.by_group[0]})
+    assert sorted(are_alone(groups_of_two)) == [False, True]
+
+
 def are_alone(jaxpr):
     """Return for each region whether it is alone in a loop's body."""
     eqns = jaxprs.equations(jaxpr, programs_of)

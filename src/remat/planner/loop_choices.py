@@ -117,18 +117,12 @@ def loop_choices(step: PricedStep) -> LoopChoices:
     at = bisect.bisect_left([s for _, s in levels], as_written) if opened else 0
     levels.insert(at, (LoopDecisions(), as_written))
     between.insert(at, ())
-    by_hand = (
-        {pair.id: pair.by_step for pair in found},
-        *({pair.id: pair.by_product[batched] for pair in found} for batched in (False, True)),
-        *(
-            dict(zip([pair.id for pair in found], options))
-            for options in zip(*(pair.by_group for pair in found), strict=True)
-        ),
-    )
+    ids = [pair.id for pair in found]
+    by_hand = (dict(zip(ids, of)) for of in zip(*(pair.by_hand for pair in found), strict=True))
     times = {pair.id: pair.times for pair in found}
     return LoopChoices(
         tuple(levels),
-        tuple(dict.fromkeys(map(level_of, by_hand))) if found else (),
+        tuple(dict.fromkeys(map(level_of, by_hand))),
         inside,
         tuple(around),
         times,

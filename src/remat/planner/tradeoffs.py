@@ -129,8 +129,8 @@ def group_sizes(length: int, carry_bytes: int, step_bytes: int) -> list[int]:
         return []
     best = math.sqrt(length * carry_bytes / step_bytes)
     found = {round(best * factor) for factor in (0.5, 1.0, 2.0)}
-    nearest = {_nearest_divisor(length, g) for g in found} - {None}
-    close = {d for d in nearest if d and any(0.4 <= d / max(g, 1) <= 2.5 for g in found)}
+    nearest = {_nearest_divisor(length, g) for g in found}
+    close = {d for d in nearest if d and any(_is_near(d, g) for g in found)}
     return sorted(g for g in (close or found) if 2 <= g < length)
 
 
@@ -145,7 +145,7 @@ def uniform_group_sizes(length: int) -> tuple[int, int, int]:
 
     def of(size: int) -> int:
         divisor = _nearest_divisor(length, size)
-        return divisor if divisor and 0.4 <= divisor / size <= 2.5 else size
+        return divisor if divisor and _is_near(divisor, size) else size
 
     return of(2), of(4), of(max(2, round(math.sqrt(length))))
 
@@ -157,6 +157,10 @@ def _nearest_divisor(length: int, size: int) -> int | None:
     """
     divisors = [d for d in range(2, length) if length % d == 0]
     return min(divisors, key=lambda d: abs(math.log(d / max(size, 1))), default=None)
+
+
+def _is_near(divisor: int, size: int) -> bool:
+    return 0.4 <= divisor / max(size, 1) <= 2.5
 
 
 def partial_group_counts(groups: int, n_splits: int = _N_SPLITS) -> list[int]:

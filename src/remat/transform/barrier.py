@@ -97,6 +97,8 @@ def lower_protected(
     args: Sequence[IrValue],
     fenced: Sequence[bool],
     how: Protection,
+    *,
+    is_alone: bool = False,
 ) -> Sequence[IrValue]:
     """Lower a recomputation so that XLA does not merge it with the operations before it.
 
@@ -107,12 +109,13 @@ def lower_protected(
       fenced: for each input, whether the barrier includes it. `prevent_cse=False` and the
         False leaves of a `prevent_cse` prefix leave inputs out.
       how: the platform's protection.
+      is_alone: whether nothing could be merged with it or be moved out, so that it need not be a function.
     """
     if how is Protection.NONE or not any(fenced):
         return _jax.lower_inline(ctx, jaxpr, args)
     both = how is Protection.BARRIERS
     behind = _jax.lower_barrier(ctx, ctx.avals_in, args, fenced, merge=both)
-    if how is Protection.CALL and _can_be_function(ctx, jaxpr):
+    if how is Protection.CALL and not is_alone and _can_be_function(ctx, jaxpr):
         returned = _overwritten(jaxpr)
         return _jax.lower_call(ctx, jaxpr, behind, NOT_INLINED, returned)
     outs = _jax.lower_inline(ctx, jaxpr, behind)

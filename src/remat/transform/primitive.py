@@ -548,8 +548,7 @@ def _lower(
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
     fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
-    how = barrier.Protection.BARRIER if is_alone and how is barrier.Protection.CALL else how
-    return barrier.lower_protected(ctx, jaxpr, args, fenced, how)
+    return barrier.lower_protected(ctx, jaxpr, args, fenced, how, is_alone=is_alone)
 
 
 _default = barrier.Protection.BARRIER

@@ -140,11 +140,15 @@ class Emitted:
         """Return whether B's step may recompute in another order: it has no effects and is not inlined."""
         return bool(self.recomputed) and not self._is_inlined and not self._has_effects
 
-    def backward_step(self) -> _jax.Jaxpr:
-        """Return B's step: (constants, carry, kept values and slices) to B's results."""
+    def backward_step(self, n_steps: int) -> _jax.Jaxpr:
+        """Return B's step: (constants, carry, kept values and slices) to B's results.
+
+        Args:
+          n_steps: the number of steps of the loop that runs it; compilers inline a loop of one.
+        """
         joint, step = self.joint, self.scheduled or self.backward_program()
         if self.scheduled is None and self._needs_protection():
-            step = _protected(step.invars, step.outvars, step.eqns, joint, self._is_alone)
+            step = _protected(step.invars, step.outvars, step.eqns, joint, self._is_alone(n_steps))
         if not self.copies:
             return step
         passed = [*self.consts, *joint.backward_carry, *self.passed, *self.xs]
@@ -159,10 +163,9 @@ class Emitted:
     def _has_effects(self) -> bool:
         return any(map(has_effects, self.joint.late))
 
-    @property
-    def _is_alone(self) -> bool:
+    def _is_alone(self, n_steps: int) -> bool:
         """Return whether compilers can neither merge a recomputed equation with another nor move it out."""
-        if self._is_inlined or self.joint.computes_constants:
+        if n_steps == 1 or self._is_inlined or self.joint.computes_constants:
             return False
         same = set(self.joint.consts)
         for eqn in self.recomputed:
@@ -229,7 +232,7 @@ def in_steps(emitted: Emitted) -> tuple[list[_jax.JaxprEqn], list[_jax.JaxprEqn]
     n_consts, n_own_carry = _jax.scan_arity(backward)
     new_backward = jaxprs.scan_of_step(
         backward,
-        emitted.backward_step(),
+        emitted.backward_step(joint.length),
         [
             *outside(emitted, emitted.consts),
             *backward.invars[n_consts : n_consts + n_own_carry],

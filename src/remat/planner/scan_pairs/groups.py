@@ -48,7 +48,7 @@ def in_groups(
     own = [v for v in stacks if v not in joint.stacked]
     places = {v: at for at, v in enumerate(v for v in emitted.kept if v not in stacks)}
     bare = emitted.forward_step([*(v for _, v in joint.kept), *own])
-    step = emitted.backward_step()
+    step = emitted.backward_step(group)
 
     def fold(x: PyTree) -> PyTree:
         return x.reshape(n_groups, group, *x.shape[1:])
@@ -244,7 +244,8 @@ class _TwoLoops:
         # Times are numbered in F's order. B usually runs through them backwards.
         goes_back = joint.backward.params["reverse"] != joint.forward.params["reverse"]
         keeping, _ = first.step_again()
-        steps = first.backward_step(), rest.backward_step()
+        n_at_once = self.group if self.is_grouped else self.n_first
+        steps = first.backward_step(n_at_once), rest.backward_step(length - self.n_first)
         f_consts, f_xs, *own, init, of_first_steps, of_others = _jax.split_list(
             list(args),
             [

@@ -111,6 +111,11 @@ class ScanPair:
     by_group: tuple[ScanOption, ...]
     between: tuple[ScanOption, ...] = ()
 
+    @property
+    def by_hand(self) -> tuple[ScanOption, ...]:
+        """Return what people write, of every pair in the same order."""
+        return (self.by_step, *self.by_product, *self.by_group)
+
 
 #: Options of the pairs inside, by their ids.
 _Choice: TypeAlias = tuple[tuple[str, ScanOption], ...]
@@ -315,10 +320,10 @@ class _OptionsOfCuts:
         """Return options in groups of steps that keep what one does that recomputes step by step."""
         emitted = Emitted.of(self.joint, by_step.saved)
         twice = self.cost_of(self._twice(emitted))
-        return tuple(
-            next(iter(self._in_groups(by_step.saved, emitted, twice, [size])), by_step)
-            for size in uniform_group_sizes(self.joint.length)
-        )
+        sizes = uniform_group_sizes(self.joint.length)
+        found = self._in_groups(by_step.saved, emitted, twice, sizes)
+        whole = {option.group: option for option in found if not option.groups}
+        return tuple(whole.get(size, by_step) for size in sizes)
 
     def options(self) -> list[ScanOption]:
         problem, variables = self._nodes()
