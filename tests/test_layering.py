@@ -18,7 +18,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "brainstate")
 LAYERS = [
     ("aliases", "printing"),
     ("errors",),
-    ("units", "files", "globs", "paths", "marked", "versions"),
+    ("units", "files", "garbage", "globs", "paths", "marked", "versions"),
     ("json_lines", "cache"),
     ("solvers.graph",),
     ("solvers.liveness",),
@@ -185,7 +185,7 @@ LAYERS = [
     ("__main__",),
 ]
 # Modules that run on hand-made graphs, without JAX.
-PURE = ("aliases", "errors", "files", "paths", "printing", "units", "json_lines",
+PURE = ("aliases", "errors", "files", "garbage", "paths", "printing", "units", "json_lines",
         "solvers", "ir.formulas", "ir.operations", "program.devices",
         "program.program", "program.fusion", "cache", "planner.plan_file",
         "planner.search", "loops.schedules", "planner.tradeoffs", "planner.host_memory",

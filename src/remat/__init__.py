@@ -23,6 +23,7 @@ Shared by these:
     units, printing, json_lines   bytes and FLOPs as text; safe printing; JSON with the line of a mistake
     files, paths, cache           atomic reads and writes; source paths as users know them; plans on disk
     globs         patterns of names and paths
+    garbage       pauses of Python's garbage collector
     selection     the modules and methods that `rematted` selects
     array_leaves, module_steps    pytrees and steps with leaves that are not arrays
     marked        the functions marked by `remat.auto` that a trace runs

@@ -146,18 +146,22 @@ class _Shared:
             return
         if _keeps_value(eqn):
             self.alias(eqn.outvars[0], eqn.invars[0])
-        same = self.find(eqn)
+        key = self._key(eqn)
+        same = self._find(eqn, key)
         if same is None:
-            self._equations.setdefault(self._key(eqn), []).append(eqn)
+            self._equations.setdefault(key, []).append(eqn)
             return
         for v, other in zip(eqn.outvars, same.outvars):
             self.alias(v, other)
 
     def find(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn | None:
         """Return an equation that computes all results of another one, if there is one."""
-        if not is_repeatable(eqn) or eqn.primitive.name == "optimization_barrier":
+        return self._find(eqn, self._key(eqn)) if is_repeatable(eqn) else None
+
+    def _find(self, eqn: _jax.JaxprEqn, key: Hashable) -> _jax.JaxprEqn | None:
+        if eqn.primitive.name == "optimization_barrier":
             return None
-        for other in self._equations.get(self._key(eqn), ()):
+        for other in self._equations.get(key, ()):
             has_all = all(
                 _jax.is_dropped(v) or not _jax.is_dropped(u)
                 for v, u in zip(eqn.outvars, other.outvars)
@@ -180,11 +184,11 @@ class _Shared:
 
 def _numbers(eqn: _jax.JaxprEqn) -> tuple[tuple[str, object], ...]:
     """Return the parameters that are numbers or tuples of numbers, such as where a slice starts."""
+    return tuple(sorted((k, value) for k, value in eqn.params.items() if _is_number(value)))
 
-    def is_number(value: object) -> bool:
-        return type(value) is int or (type(value) is tuple and all(map(is_number, value)))
 
-    return tuple((k, value) for k, value in sorted(eqn.params.items()) if is_number(value))
+def _is_number(value: object) -> bool:
+    return type(value) is int or (type(value) is tuple and all(map(_is_number, value)))
 
 
 def _literal(v: Atom) -> tuple[Aval, str, tuple[int, ...], bytes]:

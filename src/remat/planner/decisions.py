@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 
-from remat import _jax
+from remat import _jax, garbage
 from remat.errors import PlanError
 from remat.ir.restriction import without_marks
 from remat.planner import scan_pairs
@@ -146,6 +146,7 @@ def equation_numbers(source: _jax.Jaxpr, flat: _jax.Jaxpr) -> list[int]:
     return numbers
 
 
+@garbage.paused()
 def applied(flat: _jax.Jaxpr, decisions: StepDecisions) -> _jax.Jaxpr:
     """Return a flat step that follows the decisions.
 

@@ -39,7 +39,7 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
-from remat import _jax, units
+from remat import _jax, garbage, units
 from remat.cache import Cache
 from remat.errors import PlanError
 from remat.ir.fingerprint import fingerprint
@@ -186,7 +186,7 @@ class Planning:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         # Plans are for compiled programs; under jax.disable_jit the trace would have unrolled loops.
-        with self.progress, jax.disable_jit(False):
+        with self.progress, jax.disable_jit(False), garbage.paused():
             yield
 
     def _restart(self) -> None:

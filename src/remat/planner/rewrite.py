@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from remat import _jax
+from remat import _jax, garbage
 from remat.aliases import Array, Arrays, Atom, PyTree, TreeDef
 from remat.ir import jaxprs
 from remat.ir.carries import without_redundant_carries
@@ -188,6 +188,7 @@ def decisions_of(
     )
 
 
+@garbage.paused()
 def flattened(jaxpr: _jax.Jaxpr, donated: Iterable[int] = ()) -> _jax.Jaxpr:
     """Return a step's jaxpr with plain calls inlined, without dead or repeated equations; its inputs stay.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from remat import _jax
+from remat import _jax, garbage
 from remat.aliases import PyTree, Sharding
 from remat.errors import PlanError
 from remat.ir import jaxprs
@@ -122,6 +122,7 @@ class TracedStep:
         return [n_bytes(v.aval) // n for v, n in map(of_arguments.__getitem__, self.donated)]
 
     @functools.cached_property
+    @garbage.paused()
     def program(self) -> str:
         """Return the fingerprint of the program and, after a dash, that of its layout.
 
@@ -154,6 +155,7 @@ class TracedStep:
             compiler_settings(self._target.platform, self._compiler_options),
         )
 
+    @garbage.resumed()
     def memory(self, *, as_run: bool = False) -> CompiledMemory | OutOfMemory | CompilerFailure:
         """Return the memory that the compiler reports for the step, or its failure.
 
@@ -165,6 +167,7 @@ class TracedStep:
         except jax.errors.JaxRuntimeError as error:
             return CompilerFailure.of(error)
 
+    @garbage.resumed()
     def lowered(self) -> jax.stages.Lowered:
         """Return the step as a program for the target's compiler."""
         return self._traced.lower()
@@ -216,6 +219,7 @@ class TargetStep:
         traced = self._trace(unplanned.following(lambda _: program))
         return partition_of(traced.lowered(), eqns)
 
+    @garbage.resumed()
     def _trace(self, fun: Callable) -> TracedStep:
         # A new function each time, since JAX caches traces by function.
         @_jax.wraps(self.fun)
