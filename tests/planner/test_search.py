@@ -574,10 +574,27 @@ def test_what_costs_half_as_much_is_tried_though_estimates_say_that_it_needs_too
     """The next smaller proposal is of another kind, of which the compiler needs less."""
     model = Staircase([(300, 9.0), (430, cost), (480, 3.0)])
     needs = {300: 490, 430: 450, 480: 800}
-    for much, found in ((0.8, expected), (1.0, 300)):
+    for much, found in ((1.4, expected), (1.6, 300)):
         limits = CompileLimits(much_seconds=much)
         best, _ = search(model, lambda p, _: needs[p.model_bytes], 500, limits)
         assert best.proposal.model_bytes == found
+
+
+def test_what_needs_a_little_too_much_says_nothing_about_larger_proposals_of_another_kind():
+    """Loops in groups need what the model says; loops by steps need more."""
+    model = Staircase([(440, 6.0), (460, 3.0), (495, 2.7), (600, 0.5)])
+    needs = {440: 498, 460: 503, 495: 490, 600: 800}
+    best, _ = search(model, lambda p, _: needs[p.model_bytes], 500, CompileLimits(much_seconds=0.7))
+    assert best.proposal.model_bytes == 495
+
+
+def test_a_quarter_less_is_tried_where_the_budget_is_not_filled():
+    """The compiler needs less than the model says, but estimates are that it needs a little too much."""
+    model = Staircase([(506, 1.8), (599, 1.3), (630, 0.32)])
+    needs = {506: 409, 599: 440, 630: 626}
+    limits = CompileLimits(negligible_seconds=0.006)
+    best, _ = search(model, lambda p, _: needs[p.model_bytes], 546, limits)
+    assert best.proposal.model_bytes == 599
 
 
 class OfVariants(Staircase):

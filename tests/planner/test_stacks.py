@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
+import remat
 from remat import _jax
 from remat.ir.jaxprs import equations
 from remat.planner.stacks import with_own_arrays
@@ -101,3 +102,59 @@ def test_loops_with_effects_stay():
     jaxpr, _ = opened(step, XS)
     new = with_own_arrays(jaxpr)
     assert not any(eqn.primitive.name == "optimization_barrier" for eqn in equations(new))
+
+
+def recomputed(w, x):
+    """Return the gradient through two loops of unlike lengths, the first of which is recomputed."""
+
+    def loop(length, x):
+        return lax.scan(lambda c, _: (jnp.tanh(jnp.sin(c @ w) + c), None), x, length=length)[0]
+
+    def loss(x):
+        return jnp.sum(loop(7, remat.checkpoint(lambda x: loop(5, x))(x)))
+
+    return jax.grad(loss)(x)
+
+
+def tanh_layer(w, h):
+    return jnp.tanh(jnp.sin(h @ w) + h)
+
+
+def quantized_layer(w, h):
+    """A layer with rounded operands, which is differentiated as if they were not rounded."""
+
+    def rounded(x):
+        scale = jnp.max(jnp.abs(x)) / 127
+        near = jnp.round(x / scale).astype(jnp.int8).astype(x.dtype) * scale
+        return x + lax.stop_gradient(near - x)
+
+    return tanh_layer(rounded(w), rounded(h))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="measures the compiler for CPU")
+@pytest.mark.skipif(_jax.JAXLIB_VERSION < (0, 11, 1), reason="this compiler removes barriers early")
+@pytest.mark.parametrize(("layer", "percent"), [(tanh_layer, 64), (quantized_layer, 48)])
+def test_arrays_of_recomputed_loops_wait_for_what_passes_the_barrier(layer, percent):
+    """Some steps of the loop are recomputed from arguments, which exist from the beginning."""
+
+    def loss(ws, x):
+        return jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+
+    args = np.ones((8, 64, 64), np.float32) / 8, np.ones((512, 64), np.float32)
+    plan = remat.plan(jax.value_and_grad(loss), *args, budget=f"{percent}%", cache=False)
+    assert plan.attempts and all(a.compiled_bytes < 1.1 * a.predicted_bytes for a in plan.attempts)
+
+
+def test_loops_in_loops_have_arrays_of_their_own():
+    w, xs = WS[0], np.ones((3, 400, WIDTH), np.float32)
+
+    def step(w, xs):
+        return lax.map(lambda x: recomputed(w, x), xs)
+
+    jaxpr, args = opened(step, w, xs)
+    new = with_own_arrays(jaxpr)
+    _jax.check_jaxpr(new)
+    assert_same(list(compiled(new, args)(*args)), [jax.jit(step)(w, xs)], rtol=1e-5)
+    inside = [eqn.primitive.name for eqn in equations(new)]
+    assert "optimization_barrier" in inside
+    assert "optimization_barrier" not in [eqn.primitive.name for eqn in equations(jaxpr)]

@@ -229,8 +229,9 @@ _FILLED = 0.9
 _GAIN_OF_MORE = 0.15
 # Estimates can be off by `_OVER`, a share of the budget. So once per search a proposal of the first variant
 # that is expected to exceed the budget by at most that is compiled all the same, if it would reduce the
-# best cost by a share of `_GAIN_OF_OVER` (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget). A
-# larger `_OVER` finds more plans that the model wrongly excludes; smaller gains try that more often.
+# best cost by a share of `_GAIN_OF_OVER` (`_GAIN_OF_OVER_IF_FULL` if the best one fills the budget,
+# `_GAIN_OF_MORE` if it needs less than `_UNFILLED`). A larger `_OVER` finds more plans that the model wrongly
+# excludes; smaller gains try that more often.
 _OVER, _GAIN_OF_OVER, _GAIN_OF_OVER_IF_FULL = 0.06, 0.5, 0.7
 # It must also reduce the cost by this multiple of `negligible_seconds`.
 _LEAST_GAIN_OF_OVER = 5
@@ -258,7 +259,7 @@ _HARDLY_LESS = 0.95
 _DEAR, _GAIN_OF_DEAR = 10, 0.3
 # Multiple of `much_seconds`. If the best proposal needs more than `_UNFILLED`, those that cost half as much
 # are compiled only if that half is more than this. A smaller one compiles more of them.
-_VERY_MUCH = 5
+_VERY_MUCH = 3
 # The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
 # more of them.
 _DISAGREEING = 2.0
@@ -344,12 +345,16 @@ class _Search:
             proposal = self._within(variant, aim)
             if proposal is None or proposal.cost >= most or self._is_known(proposal):
                 continue
-            too_large = [c.proposal for c in self.compiled if c.compiled_bytes > self.budget]
+            too_large = [c for c in self.compiled if c.compiled_bytes > self.budget]
+            # What needs a little too much may be of another kind, which the model misjudges.
             if is_filled and any(
-                p.variant == variant and p.model_bytes <= proposal.model_bytes for p in too_large
+                c.proposal.variant == variant
+                and c.proposal.model_bytes <= proposal.model_bytes
+                and c.compiled_bytes > (1 + _OVER) * self.budget
+                for c in too_large
             ):
                 continue
-            costs = (p.cost for p in too_large if p.cost < most)
+            costs = (c.proposal.cost for c in too_large if c.proposal.cost < most)
             if proposal.cost > _HARDLY_LESS * max(costs, default=0.0):
                 n_left -= 1
                 self._compile(proposal)
@@ -458,6 +463,8 @@ class _Search:
         if len(self.compiled) >= self.limits.max_compiles:
             gain_within = _GAIN_OF_MORE
         gain_over = _GAIN_OF_OVER_IF_FULL if is_full else _GAIN_OF_OVER
+        if best.compiled_bytes < _UNFILLED * self.budget:
+            gain_over = _GAIN_OF_MORE
         cost, negligible = best.proposal.cost, self.limits.negligible_seconds
         for over, gain, least in (
             (0.0, gain_within, negligible),
