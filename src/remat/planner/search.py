@@ -250,9 +250,11 @@ _HOPELESS = 1.5
 _BY_HAND, _BY_HAND_EXPECTED = 1.25, 1.5
 # Shares of the budget. If the best proposal costs much and needs less than `_UNFILLED`, or others may cost
 # less by a share of `_GAIN_OF_OVER`, those within `_SHARES_TO_FILL` by the model are compiled, at most
-# `_MOST_FILLING` of them. More find more plans that estimates miss, and prolong searches. Those that cost
-# less than `_HARDLY_LESS` of one that needed too much are left out; a larger share leaves out more.
-_UNFILLED, _SHARES_TO_FILL, _MOST_FILLING = 0.85, tuple(1 - k / 25 for k in range(11)), 2
+# `_MOST_FILLING` of them. The last share allows for proposals of which the model says too much. More find
+# more plans that estimates miss, and prolong searches. Those that cost less than `_HARDLY_LESS` of one that
+# is smaller by the model and needed too much are left out; a larger share leaves out more.
+_UNFILLED, _MOST_FILLING = 0.85, 2
+_SHARES_TO_FILL = (*(1 - k / 25 for k in range(11)), 1 + 1 / 25)
 _HARDLY_LESS = 0.95
 # Multiple of `much_seconds` above which the best is so costly that twice as many are compiled, and the share
 # of its cost by which these must reduce it. Smaller ones compile more of them.
@@ -354,7 +356,11 @@ class _Search:
                 for c in too_large
             ):
                 continue
-            costs = (c.proposal.cost for c in too_large if c.proposal.cost < most)
+            costs = (
+                c.proposal.cost
+                for c in too_large
+                if c.proposal.cost < most and c.proposal.model_bytes <= proposal.model_bytes
+            )
             if proposal.cost > _HARDLY_LESS * max(costs, default=0.0):
                 n_left -= 1
                 self._compile(proposal)
