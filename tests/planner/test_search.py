@@ -567,6 +567,14 @@ def test_a_budget_of_which_little_is_used_is_filled_though_estimates_say_otherwi
     assert found == {1.0: 400, 10.0: 100}
 
 
+def test_next_to_the_program_as_written_is_the_next_smaller_proposal():
+    """Without recomputation the model needs far less than the budget, and the compiler far more."""
+    model = Staircase([(280, 4.0), (304, 2.5), (318, 1.9), (331, 1.2), (355, 0.0)])
+    as_written = [CompiledProposal(model.within("only", 355), 355, 508)]
+    best, compiled = search(model, lambda p, _: p.model_bytes, 467, as_written=as_written)
+    assert best.proposal.model_bytes == 331 and len(compiled) == 1
+
+
 @pytest.mark.parametrize(("cost", "expected"), [(4.0, 430), (7.0, 300)])
 def test_what_costs_half_as_much_is_tried_though_estimates_say_that_it_needs_too_much(
     cost, expected

@@ -534,6 +534,8 @@ class _Search:
             if margin >= 1 or is_smallest:
                 return None
             margin = 2 * margin + _MARGIN
+            if proposal.model_bytes <= (1 - margin) * aim:  # it is the best within that, too
+                margin = 1 - (1 - _MARGIN) * proposal.model_bytes / aim
 
     def _slightly_smaller(self, variant: str) -> Proposal | None:
         """Return a proposal slightly smaller than a compiled one that nearly fits, if there is one."""
