@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import remat
 from remat import _jax
+from remat.ir.flops import flops_of_program
 from remat.ir.jaxprs import equations
 from remat.planner.stacks import with_own_arrays
 from transform.support import assert_same
@@ -68,6 +69,13 @@ def test_stacks_of_many_loops_take_the_memory_of_two():
     before = compiled(jaxpr, args).memory_analysis().temp_size_in_bytes
     after = compiled(with_own_arrays(jaxpr), args).memory_analysis().temp_size_in_bytes
     assert after < 2.5 * XS.nbytes < 3.5 * XS.nbytes < before
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_writing_a_row_takes_one_addition(reverse):
+    jaxpr, _ = opened(lambda ws, xs: layers(ws, xs, reverse), WS, XS)
+    more = flops_of_program(with_own_arrays(jaxpr)) - flops_of_program(jaxpr)
+    assert 0 < more <= LENGTH * len(WS)
 
 
 def test_explicit_shardings_stay():

@@ -185,32 +185,32 @@ def _carrying(loop: _Loop, shared: set[Type], depth: Mapping[_jax.Var, int]) -> 
         arrays = [_jax.filled(t, x) for x, t in zip(scalars, types)]
         known.update(zip(carry, arrays[len(moved) :]))
         given = [known[v] if _jax.is_var(v) else v.val for v in eqn.invars]
-        args = [*given[:n_consts], jnp.int32(0), *arrays[: len(moved)], *given[n_consts:]]
         length = eqn.params["length"]
+        first = jnp.int32(length - 1 if eqn.params["reverse"] else 0)
+        args = [*given[:n_consts], first, *arrays[: len(moved)], *given[n_consts:]]
         return bind_scan(eqn, step, args, n_consts, 1 + len(moved) + n_carry, length)[1:]
 
     return equations_of(run, invars, [*moved, *eqn.outvars[:n_carry], *others], eqn)
 
 
 def _carrying_step(eqn: _jax.JaxprEqn, moves: Sequence[bool]) -> _jax.Jaxpr:
-    """Return the step of a loop that takes and returns, before its carry, a count and the moved stacks."""
+    """Return the step of a loop that takes and returns, before its carry, a row and the moved stacks."""
     body = _jax.scan_body(eqn)
     assert body is not None
     n_consts, n_carry = _jax.scan_arity(eqn)
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    next_row = -1 if eqn.params["reverse"] else 1
     stacks = [v.aval for v, is_moved in zip(eqn.outvars[n_carry:], moves) if is_moved]
     ys = body.outvars[n_carry:]
     moved = [y for y, is_moved in zip(ys, moves) if is_moved]
     others = [y for y, is_moved in zip(ys, moves) if not is_moved]
 
     def written(args: Sequence[Array]) -> list[Array]:
-        i, before, values = args[0], args[1 : 1 + len(stacks)], args[1 + len(stacks) :]
-        row = length - 1 - i if reverse else i
-        return [i + 1, *with_rows(before, row, values)]
+        row, before, values = args[0], args[1 : 1 + len(stacks)], args[1 + len(stacks) :]
+        return [row + next_row, *with_rows(before, row, values)]
 
-    count = _jax.ShapedArray((), jnp.dtype("int32"))
-    taken = [_jax.new_var(aval) for aval in (count, *stacks)]
-    given = [_jax.new_var(aval) for aval in (count, *stacks)]
+    row = _jax.ShapedArray((), jnp.dtype("int32"))
+    taken = [_jax.new_var(aval) for aval in (row, *stacks)]
+    given = [_jax.new_var(aval) for aval in (row, *stacks)]
     writes = equations_of(written, [*taken, *moved], given, eqn)
     return _jax.jaxpr_of(
         [*body.invars[:n_consts], *taken, *body.invars[n_consts:]],

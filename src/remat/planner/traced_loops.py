@@ -36,9 +36,10 @@ def new_stack(aval: Aval, length: int) -> Array:
 
 
 def with_rows(stacks: Sequence[Array], index: Array, rows: Sequence[Array]) -> list[Array]:
-    """Return stacks in which the row at an index is replaced."""
+    """Return stacks in which the row at an index is replaced; the index is not negative."""
     return [
-        lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in zip(stacks, rows)
+        lax.dynamic_update_index_in_dim(stack, row, index, 0, allow_negative_indices=False)
+        for stack, row in zip(stacks, rows)
     ]
 
 

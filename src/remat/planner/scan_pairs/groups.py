@@ -296,4 +296,7 @@ class _TwoLoops:
 
 
 def _at(arrays: Sequence[Array], index: Array) -> list[Array]:
-    return [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in arrays]
+    return [
+        jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False, allow_negative_indices=False)
+        for x in arrays
+    ]
