@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 from remat import _jax
 from remat.ir import jaxprs
@@ -22,11 +23,9 @@ class Rewriting:
 
     def changed(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         """Return a program with other equations, or the same program if they are the same."""
-        eqns = self.equations(jaxpr)
-        is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-        return jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
+        return with_equations(jaxpr, self.equations(jaxpr))
 
-    def equations(self, jaxpr: _jax.Jaxpr) -> list[_jax.JaxprEqn]:
+    def equations(self, jaxpr: _jax.Jaxpr) -> Sequence[_jax.JaxprEqn]:
         raise NotImplementedError
 
     def within(self, eqn: _jax.JaxprEqn) -> _jax.JaxprEqn:
@@ -37,3 +36,9 @@ class Rewriting:
             if new is not inner:
                 eqn = jaxprs.replace_body(eqn, body, new)
         return eqn
+
+
+def with_equations(jaxpr: _jax.Jaxpr, eqns: Sequence[_jax.JaxprEqn]) -> _jax.Jaxpr:
+    """Return a program with other equations, or the same program if they are the same."""
+    is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if is_same else _jax.rebuild(jaxpr, eqns=list(eqns))

@@ -347,20 +347,16 @@ class _Search:
             proposal = self._within(variant, aim)
             if proposal is None or proposal.cost >= most or self._is_known(proposal):
                 continue
-            too_large = [c for c in self.compiled if c.compiled_bytes > self.budget]
+            n_bytes = proposal.model_bytes
+            smaller = [c for c in self.compiled if c.proposal.model_bytes <= n_bytes]
+            too_large = [c for c in smaller if c.compiled_bytes > self.budget]
             # What needs a little too much may be of another kind, which the model misjudges.
             if is_filled and any(
-                c.proposal.variant == variant
-                and c.proposal.model_bytes <= proposal.model_bytes
-                and c.compiled_bytes > (1 + _OVER) * self.budget
+                c.proposal.variant == variant and c.compiled_bytes > (1 + _OVER) * self.budget
                 for c in too_large
             ):
                 continue
-            costs = (
-                c.proposal.cost
-                for c in too_large
-                if c.proposal.cost < most and c.proposal.model_bytes <= proposal.model_bytes
-            )
+            costs = (c.proposal.cost for c in too_large if c.proposal.cost < most)
             if proposal.cost > _HARDLY_LESS * max(costs, default=0.0):
                 n_left -= 1
                 self._compile(proposal)

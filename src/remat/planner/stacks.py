@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import lax
 
 from remat import _jax
-from remat.aliases import Array, Aval, JaxprLike
+from remat.aliases import Array, Aval
 from remat.ir import jaxprs
 from remat.ir.equations import fills_array, is_region
+from remat.ir.rewriting import Rewriting, with_equations
 from remat.planner.traced_loops import bind_scan, equations_of, with_rows
+from remat.transform.primitive import fenced_inputs
 
 # Primitives whose jaxprs are computations of their own, in which arrays are made.
 _WITH_COMPUTATIONS = ("scan", "while", "cond")
@@ -39,8 +40,7 @@ def with_own_arrays(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     Loops that a region recomputes, behind its barrier, share theirs with none at all: a compiler would make
     them at the beginning of the program.
     """
-    counts = collections.Counter(t for loop in _loops(jaxpr) for t in loop.types)
-    return _written(jaxpr, {t for t, n in counts.items() if n > 1}, {})
+    return _OwnArrays().program(jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,36 +111,47 @@ def _loops(jaxpr: _jax.Jaxpr) -> Iterator[_Loop]:
                 yield from _loops(_jax.open_jaxpr(body))
 
 
-def _written(jaxpr: _jax.Jaxpr, shared: set[Type], inputs: Mapping[_jax.Var, int]) -> _jax.Jaxpr:
-    depth, constants = _depths(jaxpr, inputs), _constants(jaxpr)
-    eqns: list[_jax.JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        if is_region(eqn):
-            eqns.append(_region(eqn, shared, depth))
-            continue
-        if eqn.primitive.name in _WITH_COMPUTATIONS:
-            for body in jaxprs.bodies_of(eqn):
-                eqn = _with_body(eqn, body, with_own_arrays(_jax.open_jaxpr(body)))
-        loop = None if _jax.scan_body(eqn) is None else _Loop(eqn, constants)
-        if loop is None or eqn.effects or shared.isdisjoint(loop.types) or not loop.operands:
-            eqns.append(eqn)
-        else:
-            eqns += _carrying(loop, shared, depth)
-    is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-    return jaxpr if is_same else _jax.rebuild(jaxpr, eqns=eqns)
+def _has_loops(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether there is a scan at any depth."""
+    return any(_jax.scan_body(eqn) is not None for eqn in jaxprs.equations(jaxpr, jaxprs.bodies_of))
 
 
-def _region(eqn: _jax.JaxprEqn, shared: set[Type], depth: Mapping[_jax.Var, int]) -> _jax.JaxprEqn:
-    for body in jaxprs.bodies_of(eqn):
+class _OwnArrays(Rewriting):
+    def equations(self, jaxpr: _jax.Jaxpr) -> Sequence[_jax.JaxprEqn]:
+        if not _has_loops(jaxpr):
+            return jaxpr.eqns
+        counts = collections.Counter(t for loop in _loops(jaxpr) for t in loop.types)
+        return self._written(jaxpr, {t for t, n in counts.items() if n > 1}, {})
+
+    def _written(
+        self, jaxpr: _jax.Jaxpr, shared: set[Type], inputs: Mapping[_jax.Var, int]
+    ) -> list[_jax.JaxprEqn]:
+        depth, constants = _depths(jaxpr, inputs), _constants(jaxpr)
+        eqns: list[_jax.JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            if is_region(eqn):
+                eqns.append(self._region(eqn, shared, depth))
+                continue
+            if eqn.primitive.name in _WITH_COMPUTATIONS:
+                eqn = self.within(eqn)
+            loop = None if _jax.scan_body(eqn) is None else _Loop(eqn, constants)
+            if loop is None or eqn.effects or shared.isdisjoint(loop.types) or not loop.operands:
+                eqns.append(eqn)
+            else:
+                eqns += _carrying(loop, shared, depth)
+        return eqns
+
+    def _region(
+        self, eqn: _jax.JaxprEqn, shared: set[Type], depth: Mapping[_jax.Var, int]
+    ) -> _jax.JaxprEqn:
+        (body,) = jaxprs.bodies_of(eqn)
         opened = _jax.open_jaxpr(body)
+        if not _has_loops(opened):
+            return eqn
         inputs = _depths_inside(eqn, opened, depth)
         own = {t for loop in _loops(opened) for t in loop.types} if any(inputs.values()) else set()
-        eqn = _with_body(eqn, body, _written(opened, shared | own, inputs))
-    return eqn
-
-
-def _with_body(eqn: _jax.JaxprEqn, old: JaxprLike, new: _jax.Jaxpr) -> _jax.JaxprEqn:
-    return eqn if new is _jax.open_jaxpr(old) else jaxprs.replace_body(eqn, old, new)
+        new = with_equations(opened, self._written(opened, shared | own, inputs))
+        return eqn if new is opened else jaxprs.replace_body(eqn, body, new)
 
 
 def _depths(jaxpr: _jax.Jaxpr, inputs: Mapping[_jax.Var, int]) -> dict[_jax.Var, int]:
@@ -156,8 +167,7 @@ def _depths_inside(
     eqn: _jax.JaxprEqn, body: _jax.Jaxpr, depth: Mapping[_jax.Var, int]
 ) -> dict[_jax.Var, int]:
     """Return the depths of a region's inputs. Those that pass its barrier are as late as the last of them."""
-    fenced = eqn.params["prevent_cse"]
-    fenced = fenced if isinstance(fenced, tuple) else (fenced,) * len(eqn.invars)
+    fenced = fenced_inputs(eqn.params["prevent_cse"], len(eqn.invars))
     outside = [depth.get(v, 0) if _jax.is_var(v) else 0 for v in eqn.invars]
     last = 1 + max((d for d, passes in zip(outside, fenced) if passes), default=0)
     depths = (last if passes else d for d, passes in zip(outside, fenced))

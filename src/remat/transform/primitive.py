@@ -128,6 +128,11 @@ def _rebind(
     return bind(args, jaxpr, **dict(params, prevent_cse=prevent_cse, cotangents=cotangents))
 
 
+def fenced_inputs(prevent_cse: PreventCse, n_inputs: int) -> tuple[bool, ...]:
+    """Return for each input of a region whether its barrier includes it."""
+    return (prevent_cse,) * n_inputs if isinstance(prevent_cse, bool) else prevent_cse
+
+
 def _select(prevent_cse: PreventCse, chosen: Sequence[bool]) -> PreventCse:
     if isinstance(prevent_cse, bool):
         return prevent_cse
@@ -547,7 +552,7 @@ def _lower(
     jaxpr = outlined(jaxpr)
     if not differentiated:
         return _jax.lower_inline(ctx, jaxpr, args)
-    fenced = [prevent_cse] * len(args) if isinstance(prevent_cse, bool) else list(prevent_cse)
+    fenced = fenced_inputs(prevent_cse, len(args))
     return barrier.lower_protected(ctx, jaxpr, args, fenced, how, is_alone=is_alone)
 
 
