@@ -247,10 +247,11 @@ def _candidates(measured: Liveness, gaps: _Gaps, total_price: Floats, small: flo
     begin = np.flatnonzero(np.append(True, option[1:] != option[:-1]))
     best = begin + _first_maxima(worth, begin)
     latest = np.append(begin[1:], len(option)) - 1
-    chosen = np.unique(np.append(best, latest))
-    new_row = np.full(len(option), -1, np.int64)
-    new_row[chosen] = np.arange(len(chosen))
-    of_chosen = new_row[pair_option] >= 0
+    is_chosen = np.zeros(len(option), np.bool_)
+    is_chosen[best] = is_chosen[latest] = True
+    chosen = np.flatnonzero(is_chosen)
+    new_row = np.cumsum(is_chosen) - 1
+    of_chosen = is_chosen[pair_option]
     net, time = net[chosen], gaps.time[option[chosen]].copy()
     operands = _recompute_operands(
         measured,
@@ -397,34 +398,39 @@ def _droppable(measured: Liveness, budget: int) -> list[int]:
     rank = np.empty(len(measured.order), np.int64)
     rank[measured.by_value] = np.arange(len(measured.order))
     previous = measured.by_value[rank[repeated] - 1]
-    begin = measured.last_use[previous] + 1
+    begin = (measured.last_use[previous] + 1).tolist()
     live_bytes = measured.live_bytes.copy()
     # The operands that are freed right after the recomputation, and where they were used before.
-    index, operand = arrays.uses(measured.order[repeated])
+    recomputed = measured.order[repeated]
+    index, operand = arrays.uses(recomputed)
     server = measured.latest(operand, repeated[index])
     ends_here = measured.last_use[server] == repeated[index]
-    used_before = _used_before(measured, server, repeated[index])
-    weights = np.where(ends_here, arrays.bytes[operand], 0)
-    freed_bytes = np.bincount(index, weights=weights, minlength=len(repeated)).tolist()
+    index, operand, server = index[ends_here], operand[ends_here], server[ends_here]
+    used_before = _used_before(measured, server, repeated[index]).tolist()
+    freed_bytes = arrays.bytes[operand]
+    total = np.bincount(index, weights=freed_bytes, minlength=len(repeated)).astype(np.int64)
+    all_freed, freed = total.tolist(), freed_bytes.tolist()
+    first_freed = np.append(0, np.cumsum(np.bincount(index, minlength=len(repeated)))).tolist()
+    ends, values = repeated.tolist(), recomputed.tolist()
+    sizes = arrays.bytes[recomputed].tolist()
     most = _BlockMaxima(live_bytes) if len(live_bytes) > _LONG else None
     taken: set[int] = set()
     dropped: list[int] = []
-    first_use = np.append(0, np.cumsum(np.bincount(index, minlength=len(repeated)))).tolist()
-    for row in np.argsort(-arrays.time[measured.order[repeated]], kind="stable").tolist():
-        at, since = int(repeated[row]), int(begin[row])
-        value = int(measured.order[at])
+    for row in np.argsort(-arrays.time[recomputed], kind="stable").tolist():
+        at, since, value = ends[row], begin[row], values[row]
         if value in taken or not taken.isdisjoint(arrays.operands[value]):
             continue
-        if most is not None and at - since > _LONG:
-            least = most.inside(since, at) + int(arrays.bytes[value]) - freed_bytes[row]
-            if least > budget:
-                continue
-        after = live_bytes[since:at] + arrays.bytes[value]
-        for use in range(first_use[row], first_use[row + 1]):
-            if ends_here[use]:
-                held = max(int(used_before[use]) + 1 - since, 0)
-                after[held:] -= arrays.bytes[operand[use]]
-        if int(after.max(initial=0)) > budget:
+        # What may be live in between without the bytes that are freed at some step of it.
+        room = budget - sizes[row] + all_freed[row]
+        if most is not None and at - since > _LONG and most.inside(since, at) > room:
+            continue
+        between = live_bytes[since:at]
+        if between.max(initial=0) > room:
+            continue
+        after = between + sizes[row]
+        for use in range(first_freed[row], first_freed[row + 1]):
+            after[max(used_before[use] + 1 - since, 0) :] -= freed[use]
+        if after.max(initial=0) > budget:
             continue
         live_bytes[since:at] = after
         if most is not None:
