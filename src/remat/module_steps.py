@@ -175,8 +175,9 @@ def words_for(step: Callable) -> Words:
 
 
 def _is_traceable(leaf: Leaf) -> bool:
-    """Return whether `jax.jit` accepts a leaf: an array, its type, or a number."""
-    return is_array_like(leaf) or isinstance(leaf, (bool, int, float, complex))
+    """Return whether `jax.jit` accepts a leaf: an array, its type, a ref, or a number."""
+    is_number = isinstance(leaf, (bool, int, float, complex))
+    return is_array_like(leaf) or is_number or _jax.is_ref(leaf)
 
 
 def is_array_like(leaf: Leaf) -> bool:

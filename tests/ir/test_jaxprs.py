@@ -146,3 +146,21 @@ def test_derivatives_depend_on_inputs_through_numbers_alone():
     jaxpr = jaxpr_of(f, X, X)
     assert jaxprs.dependents(jaxpr, [True, False]) == [True, False, False]
     assert jaxprs.dependents(jaxpr, [False, True]) == [False, True, False]
+
+
+def test_effects_of_inlined_calls_name_the_refs_of_the_caller():
+    @jax.jit
+    def add(total, x):
+        total[...] += x.sum()
+
+    def fun(x):
+        total = jax.new_ref(jnp.zeros(()))
+        jax.jit(add)(total, x)
+        lax.scan(lambda c, y: (c, add(total, y)), 0, x)
+        return total[...]
+
+    jaxpr = jaxpr_of(fun, X)
+    assert {"jit", "pjit"}.isdisjoint(names(jaxprs.inline_calls(jaxpr, transparent_call).eqns))
+    for program in (jaxpr, jaxprs.inline_calls(jaxpr, transparent_call)):
+        _jax.check_jaxpr(program)
+        np.testing.assert_array_equal(_jax.eval_jaxpr(program, (), X)[0], fun(X))

@@ -368,6 +368,42 @@ def test_a_fitted_step_runs_in_jit_and_scan():
     assert_same(total, jax.jit(step)(W, X)[0], within=1e-5)
 
 
+@jax.jit
+def add_up(total, x):
+    total[...] += jnp.mean(x)
+
+
+def step_with_ref(total, w, x):
+    """Return a gradient, and add up the mean activations of the layers in a ref."""
+
+    def loss(w):
+        def body(h, _):
+            h = jnp.tanh(jnp.sin(h @ w))
+            add_up(total, jax.lax.stop_gradient(h))
+            return h, None
+
+        h = jax.lax.scan(body, x, length=8)[0]
+        add_up(total, jax.lax.stop_gradient(h))
+        return jnp.sum(h**2)
+
+    return jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("given", ["budget", "plan"])
+def test_a_step_may_take_a_ref_and_call_jitted_functions_that_update_it(given, jitted):
+    expected, total = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.zeros(()))
+    gradient = jax.jit(step_with_ref)(expected, W, X)
+    made = plan(step_with_ref, total, W, X, budget="60%")
+    assert float(total[...]) == 0.0 and made.peak_bytes <= made.budget_bytes
+    options = {"budget": {"budget": made.budget_bytes}, "plan": {"plan": made}}[given]
+    fitted = fit(step_with_ref, **options)
+    for _ in range(2):
+        total[...] = 0.0
+        found = (jax.jit(fitted) if jitted else fitted)(total, W, X)
+        assert_same((found, total[...]), (gradient, expected[...]))
+
+
 # Copies and other tracing contexts
 
 

@@ -1188,26 +1188,63 @@ def test_scans_of_no_steps_are_their_first_carries(how):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_scans_that_use_refs_stay_as_they_are(where):
-    def loss(w, x):
-        total = jax.new_ref(jnp.zeros(()))
+@jax.jit
+def _add_to(total, rows, i, value):
+    total[...] += value.mean() + rows[...].sum()
+    rows[i] += value[0]
+    return total[...]
 
-        def layer(h, w):
-            h, _ = _chained(h, w)
-            if where == "around":
-                total[...] += jax.lax.stop_gradient(h.mean())
-                return h, None
-            first = jax.new_ref(h)
-            first[0] = h[1]
-            return first[...], None
 
-        return jax.lax.scan(layer, x, w)[0].mean(), total[...]
+def _counted(c, w, total, rows):
+    """Run a layer that updates refs and whose result depends on one of them."""
+    i, c = c
+    c = layer(c, w)[0]
+    c += _add_to(total, rows, i, jax.lax.stop_gradient(c)) / 64
+    return (i + 1, c), None
 
-    step = jax.value_and_grad(loss, has_aux=True)
-    w, x = jax.random.normal(KEY, (8, 32, 32)) / 8, jax.random.normal(KEY, (256, 32))
-    with pytest.raises(BudgetError, match="the smallest peak"):
-        remat.plan(step, w, x, budget="60%", cache=False)
-    found = remat.fit(step, budget="100%", cache=False)(w, x)
-    for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(w, x))):
-        np.testing.assert_array_equal(one, expected)
+
+def _with_own_ref(c, w):
+    first = jax.new_ref(layer(c, w)[0])
+    first[0] = jnp.cos(c[1])
+    return layer(first[...], w)[0], None
+
+
+def _loss_with_refs(where, w, x):
+    total, rows = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.zeros((len(w), x.shape[1])))
+    step = functools.partial(_counted, total=total, rows=rows)
+    if where == "inside":
+        x = jax.lax.scan(_with_own_ref, x, w)[0]
+    elif where == "around":
+        (_, x), _ = jax.lax.scan(step, (0, x), w)
+    else:
+
+        def outer(c, w):
+            return jax.lax.scan(step, c, w)
+
+        (_, x), _ = jax.lax.scan(outer, (0, x), w.reshape(-1, 2, *w.shape[1:]))
+    return x.mean(), (total[...], rows[...])
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "around loops in loops"])
+def test_all_options_of_loops_that_use_refs_change_no_bit(where):
+    step = jax.value_and_grad(functools.partial(_loss_with_refs, where), has_aux=True)
+    w = jax.random.normal(KEY, (16, 8, 8)) / 3
+    jaxpr, args = flat(step, w, X)
+    expected = results(jaxpr, args)
+    (pair,) = pairs(jaxpr, price)
+    options = list(dict.fromkeys((*pair.options, *pair.by_group)))
+    assert any(option.rest is not None for option in options)
+    assert where == "around loops in loops" or any(option.group > 1 for option in options)
+    for option in options:
+        assert_equal(results(rewrite(jaxpr, {pair.id: option}), args), expected)
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "around loops in loops"])
+def test_steps_with_loops_that_use_refs_are_planned(where):
+    step = jax.value_and_grad(functools.partial(_loss_with_refs, where), has_aux=True)
+    w, x = jax.random.normal(KEY, (12, 32, 32)) / 8, jax.random.normal(KEY, (256, 32))
+    plan = remat.plan(step, w, x, budget="60%", cache=False)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert_equal(
+        jax.tree.leaves(remat.fit(step, plan=plan)(w, x)), jax.tree.leaves(jax.jit(step)(w, x))
+    )

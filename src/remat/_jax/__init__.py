@@ -161,6 +161,7 @@ from remat._jax.equations import (
     with_equations as with_equations,
     with_lines_of as with_lines_of,
     with_scan_arity as with_scan_arity,
+    with_variables as with_variables,
     without_axis_effects as without_axis_effects,
     without_marks as without_marks,
     without_scopes as without_scopes,

@@ -69,6 +69,25 @@ def new_eqn(
     return _excore.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, *context)
 
 
+def with_variables(
+    eqn: JaxprEqn, invars: Sequence[Atom], outvars: Sequence[Var] | None = None, **others: Any
+) -> JaxprEqn:
+    """Return an equation on other operands, which its effects on refs then name; with other results, too.
+
+    Args:
+      eqn: the equation.
+      invars: its new operands, as many as it has.
+      outvars: its new results; None for the same.
+      others: other parts of the equation to replace, such as `source_info`.
+    """
+    if eqn.effects:
+        names = {v: new for v, new in zip(eqn.invars, invars, strict=True) if is_var(v)}
+        others["effects"] = _core.subst_input_effects(eqn.effects, names)
+    if outvars is not None:
+        others["outvars"] = list(outvars)
+    return eqn.replace(invars=list(invars), **others)
+
+
 def new_body_eqn(
     like: JaxprEqn,
     invars: Sequence[Atom],

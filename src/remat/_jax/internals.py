@@ -84,6 +84,12 @@ INTERNALS = (
     ),
     Internal(
         "jax._src.core",
+        ("subst_input_effects",),
+        "effects of an equation on other operands",
+        "`effect.replace(operand)` for each effect on an input",
+    ),
+    Internal(
+        "jax._src.core",
         ("InternalMutableArrayEffect", "internal_mutable_array_effect", "NamedAxisEffect"),
         "effects that stay inside a program",
         "comparing effects by the names of their classes",

@@ -102,8 +102,8 @@ def has_ref_effects(x: Jaxpr | JaxprEqn) -> bool:
 
 
 def is_ref(x: object) -> bool:
-    """Return whether a value, traced or not, is a ref."""
-    return isinstance(getattr(x, "aval", None), AbstractRef)
+    """Return whether a value, traced or not, is a ref, or a type that of one."""
+    return isinstance(getattr(x, "aval", x), AbstractRef)
 
 
 def _is_plain_ref(aval: AbstractRef) -> bool:

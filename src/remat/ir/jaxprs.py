@@ -204,13 +204,11 @@ def renamed(
     eqn: _jax.JaxprEqn, names: Mapping[_jax.Var, Atom], stack: NameStack | None = None
 ) -> _jax.JaxprEqn:
     """Return an equation on other operands and results, in the scopes of a call (None: no call)."""
-    changed: dict[str, Any] = {
-        "invars": [look(names, v) for v in eqn.invars],
-        "outvars": [names.get(v, v) for v in eqn.outvars],
-    }
+    changed: dict[str, Any] = {}
     if stack is not None:
         changed["source_info"] = eqn.source_info.replace(name_stack=_joined(stack, eqn))
-    return eqn.replace(**changed)
+    invars = [look(names, v) for v in eqn.invars]
+    return _jax.with_variables(eqn, invars, [names.get(v, v) for v in eqn.outvars], **changed)
 
 
 def last_uses(jaxpr: _jax.Jaxpr) -> dict[_jax.Var, int]:

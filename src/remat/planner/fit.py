@@ -545,4 +545,6 @@ def _as_type(leaf: Leaf) -> Leaf:
     """Return a tracer's type; any other leaf unchanged."""
     if not isinstance(leaf, jax.core.Tracer):
         return leaf
+    if _jax.is_ref(leaf):
+        return leaf.aval
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)

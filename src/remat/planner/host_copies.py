@@ -143,7 +143,8 @@ class _Writer:
     def written(self) -> _jax.Jaxpr:
         for place, eqn in enumerate(self.jaxpr.eqns):
             self._read_copies(place)
-            self.eqns.append(eqn.replace(invars=[jaxprs.look(self.names, v) for v in eqn.invars]))
+            invars = [jaxprs.look(self.names, v) for v in eqn.invars]
+            self.eqns.append(_jax.with_variables(eqn, invars))
             for k in self.stored.get(place, ()):
                 self._store(k, eqn)
             if place in self.there:
@@ -227,7 +228,7 @@ class _Writer:
             eqn = self.jaxpr.eqns[n]
             outs = [jaxprs.fresh(v) for v in eqn.outvars]
             invars = [jaxprs.look(self.names, v) for v in eqn.invars]
-            self.eqns.append(eqn.replace(invars=invars, outvars=outs))
+            self.eqns.append(_jax.with_variables(eqn, invars, outs))
             self.names.update(
                 (v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v)
             )

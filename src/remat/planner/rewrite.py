@@ -761,7 +761,5 @@ class _Unit:
 
 
 def _copy(eqn: _jax.JaxprEqn, operands: Sequence[Atom]) -> tuple[_jax.JaxprEqn, list[_jax.Var]]:
-    # Effects name the refs that they read and write, so refs keep their variables.
-    keeps = has_effects(eqn)
-    outs = [v if keeps else jaxprs.fresh(v) for v in eqn.outvars]
-    return eqn.replace(invars=list(operands), outvars=outs), outs
+    outs = [jaxprs.fresh(v) for v in eqn.outvars]
+    return _jax.with_variables(eqn, operands, outs), outs

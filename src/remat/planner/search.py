@@ -331,6 +331,7 @@ class _Search:
         best = self._best()
         is_dear = best is not None and best.proposal.cost > _DEAR * self.limits.much_seconds
         n_left = _MOST_FILLING * (1 + is_dear)
+        least = 0.0
         for share in _SHARES_TO_FILL:
             best = self._best()
             if best is None:
@@ -341,10 +342,14 @@ class _Search:
             most = (1 - gain) * best.proposal.cost
             if most <= times * self.limits.much_seconds or not n_left:
                 return
+            if share <= least:
+                continue
             variant, aim = self.model.variants[0], int(share * self.budget)
             if self._costs_more(variant, aim, most):
                 continue
             proposal = self._within(variant, aim)
+            if proposal is None or proposal.cost >= most:
+                least = share  # what is smaller costs more
             if proposal is None or proposal.cost >= most or self._is_known(proposal):
                 continue
             n_bytes = proposal.model_bytes

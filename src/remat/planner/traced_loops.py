@@ -50,12 +50,24 @@ def equations_of(
     like: _jax.JaxprEqn,
 ) -> list[_jax.JaxprEqn]:
     """Return the equations of a function of these operands, with the source and names of `like`."""
-    types = [v.aval for v in invars]
+    # JAX traces no function that takes a ref twice.
+    first = {v: i for i, v in reversed([*enumerate(invars)]) if _jax.is_ref(v)}
+    place = [first[v] if _jax.is_ref(v) else i for i, v in enumerate(invars)]
+    taken = sorted(set(place))
+    operands = [invars[i] for i in taken]
+
+    def on_all(args: Sequence[Array]) -> list[Array]:
+        given = dict(zip(taken, args))
+        return run([given[i] for i in place])
+
+    types = [v.aval for v in operands]
     with _jax.source_of(like):  # for equations inside of loops, too
-        jaxpr, consts, _ = _jax.trace_call(run, types)
+        jaxpr, consts, _ = _jax.trace_call(on_all, types)
         if not jaxprs.makes_its_results(jaxpr):
             # A carry that no step changes is not computed by an equation.
-            jaxpr, consts, _ = _jax.trace_call(lambda args: list(map(jnp.copy, run(args))), types)
+            jaxpr, consts, _ = _jax.trace_call(
+                lambda args: list(map(jnp.copy, on_all(args))), types
+            )
     assert not consts, consts
-    eqns = jaxprs.equations_on(jaxpr, invars, outvars)
+    eqns = jaxprs.equations_on(jaxpr, operands, outvars)
     return [eqn.replace(source_info=like.source_info) for eqn in eqns]

@@ -92,7 +92,7 @@ def rewrite(jaxpr: _jax.Jaxpr, path: str, decide: Decide) -> _jax.Jaxpr:
         if same:
             invars = [look(v) for v in eqn.invars]
             if any(a is not b for a, b in zip(invars, eqn.invars)):
-                new = eqn.replace(invars=invars)
+                new = _jax.with_variables(eqn, invars)
         here = join(path, _jax.name_stack_of(eqn))
         for body in jaxprs.bodies_of(eqn):
             opened = _jax.open_jaxpr(body)

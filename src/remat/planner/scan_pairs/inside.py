@@ -177,7 +177,7 @@ class SunkConstants:
             return
         below = ends or smaller or ()
         invars = [self._variable(u, below) if _jax.is_var(u) else u for u in eqn.invars]
-        self.eqns.append(eqn.replace(invars=invars, outvars=[v]))
+        self.eqns.append(_jax.with_variables(eqn, invars, [v]))
 
     def _variable(self, operand: _jax.Var, ends: Container[_jax.Var]) -> _jax.Var:
         if operand not in self.inside:

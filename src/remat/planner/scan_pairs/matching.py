@@ -19,12 +19,8 @@ class Match(NamedTuple):
 def matches(jaxpr: _jax.Jaxpr) -> list[Match]:
     """Return the pairs of scans of a jaxpr, each scan in at most one, in the order of the first.
 
-    If a scan could form several pairs, the one in which the second reads the most bytes is taken. Scans
-    that use refs form none: what a step reads depends on the others.
+    If a scan could form several pairs, the one in which the second reads the most bytes is taken.
     """
-
-    def may_be_rewritten(eqn: _jax.JaxprEqn) -> bool:
-        return is_loop(eqn) and not _jax.has_ref_effects(eqn)
 
     def stacked_bytes(i: int, j: int) -> int:
         forward, backward = jaxpr.eqns[i], jaxpr.eqns[j]
@@ -32,7 +28,7 @@ def matches(jaxpr: _jax.Jaxpr) -> list[Match]:
             return 0
         return sum(size_of(forward.outvars[k].aval) for k in only_read_by(jaxpr, i, j))
 
-    return in_pairs(jaxpr, may_be_rewritten, stacked_bytes)
+    return in_pairs(jaxpr, is_loop, stacked_bytes)
 
 
 def in_pairs(

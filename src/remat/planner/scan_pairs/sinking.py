@@ -151,7 +151,7 @@ class _Stacks:
                 operands.append(_jax.new_var(_jax.row_type(v.aval)))
                 eqns += self.rows(v, operands[-1], rows, consts)
         if not is_loop(eqn):
-            return [*eqns, eqn.replace(invars=operands, outvars=[row], params=_of_row(eqn))]
+            return [*eqns, _jax.with_variables(eqn, operands, [row], params=_of_row(eqn))]
         body = _jax.open_jaxpr(eqn.params["jaxpr"])
         wanted = [v is stack for v in eqn.outvars]
         alive, _ = _jax.dce(body, wanted, keep=[True] * len(body.invars))
