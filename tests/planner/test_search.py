@@ -588,6 +588,20 @@ def test_what_costs_half_as_much_is_tried_though_estimates_say_that_it_needs_too
         assert best.proposal.model_bytes == found
 
 
+@pytest.mark.parametrize(("cost", "expected"), [(0.07, 520), (0.09, 474)])
+def test_what_costs_next_to_nothing_is_tried_though_estimates_say_that_it_needs_too_much(
+    cost, expected
+):
+    """The compiler needs far more than the model says, also for the program as written."""
+    model = Staircase([(418, 14.0), (474, 0.8), (520, cost)])
+    as_written = [CompiledProposal(model.proposal("only", (521, 0.0)), 521, 1000)]
+    needs = {418: 640, 474: 735, 520: 735}
+    for much, found in ((0.5, expected), (1.0, 474)):
+        limits = CompileLimits(much_seconds=much)
+        best, _ = search(model, lambda p, _: needs[p.model_bytes], 760, limits, (), as_written)
+        assert best.proposal.model_bytes == found
+
+
 def test_what_needs_a_little_too_much_says_nothing_about_larger_proposals_of_another_kind():
     """Loops in groups need what the model says; loops by steps need more."""
     model = Staircase([(440, 6.0), (460, 3.0), (495, 2.7), (600, 0.5)])

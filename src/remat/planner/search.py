@@ -262,6 +262,9 @@ _DEAR, _GAIN_OF_DEAR = 10, 0.3
 # Multiple of `much_seconds`. If the best proposal needs more than `_UNFILLED`, those that cost half as much
 # are compiled only if that half is more than this. A smaller one compiles more of them.
 _VERY_MUCH = 3
+# Share by which others reduce the cost of such a proposal if they are compiled whenever that costs much. A
+# smaller one compiles more of them.
+_GAIN_OF_ALMOST_ALL = 0.9
 # The quotient of two samples' ratios above which they say nothing about other variants. A larger one trusts
 # more of them.
 _DISAGREEING = 2.0
@@ -337,10 +340,8 @@ class _Search:
             if best is None:
                 return
             is_filled = best.compiled_bytes > _UNFILLED * self.budget
-            gain, times = (_GAIN_OF_OVER, _VERY_MUCH) if is_filled else (_GAIN_OF_MORE, 1)
-            gain = _GAIN_OF_DEAR if is_filled and is_dear else gain
-            most = (1 - gain) * best.proposal.cost
-            if most <= times * self.limits.much_seconds or not n_left:
+            most = self._most_to_fill(best, is_dear)
+            if most is None or not n_left:
                 return
             if share <= least:
                 continue
@@ -365,6 +366,17 @@ class _Search:
             if proposal.cost > _HARDLY_LESS * max(costs, default=0.0):
                 n_left -= 1
                 self._compile(proposal)
+
+    def _most_to_fill(self, best: CompiledProposal, is_dear: bool) -> float | None:
+        """Return what others must cost at most to be tried in `_fill`; None if no cost is low enough."""
+        cost, much = best.proposal.cost, self.limits.much_seconds
+        if best.compiled_bytes <= _UNFILLED * self.budget:
+            most = (1 - _GAIN_OF_MORE) * cost
+            return most if most > much else None
+        most = (1 - (_GAIN_OF_DEAR if is_dear else _GAIN_OF_OVER)) * cost
+        if most > _VERY_MUCH * much:
+            return most
+        return (1 - _GAIN_OF_ALMOST_ALL) * cost if cost > much else None
 
     def _compile_by_hand(self) -> None:
         """Compile what people would write by hand if it costs much less than the best and may fit."""
