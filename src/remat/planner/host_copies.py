@@ -143,8 +143,7 @@ class _Writer:
     def written(self) -> _jax.Jaxpr:
         for place, eqn in enumerate(self.jaxpr.eqns):
             self._read_copies(place)
-            invars = [jaxprs.look(self.names, v) for v in eqn.invars]
-            self.eqns.append(_jax.with_variables(eqn, invars))
+            self.eqns.append(jaxprs.renamed(eqn, self.names))
             for k in self.stored.get(place, ()):
                 self._store(k, eqn)
             if place in self.there:
@@ -226,12 +225,8 @@ class _Writer:
             again.update(self.copies[k].again)
         for n in sorted(again):
             eqn = self.jaxpr.eqns[n]
-            outs = [jaxprs.fresh(v) for v in eqn.outvars]
-            invars = [jaxprs.look(self.names, v) for v in eqn.invars]
-            self.eqns.append(_jax.with_variables(eqn, invars, outs))
-            self.names.update(
-                (v, out) for v, out in zip(eqn.outvars, outs) if not _jax.is_dropped(v)
-            )
+            self.names.update((v, jaxprs.fresh(v)) for v in eqn.outvars if not _jax.is_dropped(v))
+            self.eqns.append(jaxprs.renamed(eqn, self.names))
 
     def _add(self, fun: Callable, operands: Sequence[Atom], like: _jax.JaxprEqn) -> list[Atom]:
         """Append the equations of a function, marked as ones that must not be recomputed."""

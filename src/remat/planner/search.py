@@ -340,7 +340,7 @@ class _Search:
             if best is None:
                 return
             is_filled = best.compiled_bytes > _UNFILLED * self.budget
-            most = self._most_to_fill(best, is_dear)
+            most = self._most_to_fill(best.proposal.cost, is_filled=is_filled, is_dear=is_dear)
             if most is None or not n_left:
                 return
             if share <= least:
@@ -351,7 +351,8 @@ class _Search:
             proposal = self._within(variant, aim)
             if proposal is None or proposal.cost >= most:
                 least = share  # what is smaller costs more
-            if proposal is None or proposal.cost >= most or self._is_known(proposal):
+                continue
+            if self._is_known(proposal):
                 continue
             n_bytes = proposal.model_bytes
             smaller = [c for c in self.compiled if c.proposal.model_bytes <= n_bytes]
@@ -367,10 +368,10 @@ class _Search:
                 n_left -= 1
                 self._compile(proposal)
 
-    def _most_to_fill(self, best: CompiledProposal, is_dear: bool) -> float | None:
+    def _most_to_fill(self, cost: float, *, is_filled: bool, is_dear: bool) -> float | None:
         """Return what others must cost at most to be tried in `_fill`; None if no cost is low enough."""
-        cost, much = best.proposal.cost, self.limits.much_seconds
-        if best.compiled_bytes <= _UNFILLED * self.budget:
+        much = self.limits.much_seconds
+        if not is_filled:
             most = (1 - _GAIN_OF_MORE) * cost
             return most if most > much else None
         most = (1 - (_GAIN_OF_DEAR if is_dear else _GAIN_OF_OVER)) * cost

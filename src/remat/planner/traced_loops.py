@@ -51,16 +51,14 @@ def equations_of(
 ) -> list[_jax.JaxprEqn]:
     """Return the equations of a function of these operands, with the source and names of `like`."""
     # JAX traces no function that takes a ref twice.
-    first = {v: i for i, v in reversed([*enumerate(invars)]) if _jax.is_ref(v)}
-    place = [first[v] if _jax.is_ref(v) else i for i, v in enumerate(invars)]
-    taken = sorted(set(place))
-    operands = [invars[i] for i in taken]
+    keys = [v if _jax.is_ref(v) else i for i, v in enumerate(invars)]
+    operands = dict(zip(keys, invars))
 
     def on_all(args: Sequence[Array]) -> list[Array]:
-        given = dict(zip(taken, args))
-        return run([given[i] for i in place])
+        given = dict(zip(operands, args))
+        return run([given[key] for key in keys])
 
-    types = [v.aval for v in operands]
+    types = [v.aval for v in operands.values()]
     with _jax.source_of(like):  # for equations inside of loops, too
         jaxpr, consts, _ = _jax.trace_call(on_all, types)
         if not jaxprs.makes_its_results(jaxpr):
@@ -69,5 +67,5 @@ def equations_of(
                 lambda args: list(map(jnp.copy, on_all(args))), types
             )
     assert not consts, consts
-    eqns = jaxprs.equations_on(jaxpr, operands, outvars)
+    eqns = jaxprs.equations_on(jaxpr, list(operands.values()), outvars)
     return [eqn.replace(source_info=like.source_info) for eqn in eqns]

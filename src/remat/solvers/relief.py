@@ -420,7 +420,7 @@ def _droppable(measured: Liveness, budget: int) -> list[int]:
         at, since, value = ends[row], begin[row], values[row]
         if value in taken or not taken.isdisjoint(arrays.operands[value]):
             continue
-        # What may be live in between without the bytes that are freed at some step of it.
+        # As much may be live in between at most, even if all bytes are freed at its beginning.
         room = budget - sizes[row] + all_freed[row]
         if most is not None and at - since > _LONG and most.inside(since, at) > room:
             continue
